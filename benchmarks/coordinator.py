@@ -1,14 +1,15 @@
-"""How many members a coordinator holds: heartbeats of many hosts at 1 Hz, each timed from the call to the answer.
+"""Measure how many members one coordinator can serve.
 
     python benchmarks/coordinator.py                                    # 5,000 members on 200 hosts, for 30 seconds
     python benchmarks/coordinator.py --members 20000 --hosts 800 --seconds 300
     python benchmarks/coordinator.py --tls                              # with a certificate for each host
-    python benchmarks/coordinator.py --strangers 170                    # while others hold calls without a body
+    python benchmarks/coordinator.py --strangers 170                    # under attack by unauthenticated connections
 
-The coordinator is `gradwire coordinator` in a process of its own, started on a journal in which the members are at work
-already. Each host is a stream of its own, as a launcher holds it; a few processes play all of them. Strangers are
-connections on which eight calls are begun and no request is sent; those that are closed connect again. The exit code is
-1 if a member was evicted, the 99th percentile exceeds 100 ms, or the memory grew.
+Many hosts send one heartbeat per second, and each heartbeat is timed from the call to the answer. The coordinator is
+`gradwire coordinator` in its own process, started with a journal in which all members are already registered. Each host
+has its own stream, as a launcher has, and four processes simulate all hosts. With --strangers, unauthenticated
+connections each begin eight calls and never send a request. A connection that the coordinator closes connects again.
+The exit code is 1 if a member was evicted, if the 99th percentile exceeds 100 ms, or if the memory grew.
 """
 
 from __future__ import annotations
@@ -42,48 +43,48 @@ from gradwire.security.credentials import Credentials
 
 JOB = "benchmark"
 TOKEN = "the secret of this benchmark"
-PLAYERS = 4  # processes that play the hosts
-LIMIT = 0.1  # seconds
-GROWTH = 8.0  # MiB that the coordinator may grow by after the first half
-CALLS = 8  # that each stranger begins
-SETTLING = 3  # heartbeats of each host that do not count: all connect at once
+SIMULATORS = 4  # processes that simulate the hosts
+LIMIT = 0.1  # seconds; for the 99th percentile
+GROWTH = 8.0  # MiB by which the coordinator may grow in the second half
+CALLS = 8  # begun on each unauthenticated connection
+WARM_UP = 3  # heartbeats of each host that are not counted, because all hosts connect at once
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--members", type=int, default=5000)
-    parser.add_argument("--hosts", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--tls", action="store_true")
-    parser.add_argument("--strangers", type=int, default=0)
+    parser.add_argument("--members", type=int, default=5000, help="number of members (default: 5000)")
+    parser.add_argument("--hosts", type=int, default=200, help="number of hosts (default: 200)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration (default: 30)")
+    parser.add_argument("--tls", action="store_true", help="give each host a certificate")
+    parser.add_argument("--strangers", type=int, default=0, help="unauthenticated connections (default: 0)")
     parser.add_argument("--attack", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("--play", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--simulate", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.attack:
         attack(options.attack, options.strangers)
-    if options.play:
-        folder, first, last = options.play
+    if options.simulate:
+        folder, first, last = options.simulate
         print("ready", flush=True)
-        play(sys.stdin.readline().strip(), range(int(first), int(last)), Path(folder), options)
+        simulate_hosts(sys.stdin.readline().strip(), range(int(first), int(last)), Path(folder), options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(conduct(Path(folder), options))
+        sys.exit(run_benchmark(Path(folder), options))
 
 
 def names(host: int, options: argparse.Namespace) -> list[str]:
     return [f"host-{host}/{worker}" for worker in range(options.members // options.hosts)]
 
 
-def conduct(folder: Path, options: argparse.Namespace) -> int:
+def run_benchmark(folder: Path, options: argparse.Namespace) -> int:
     members = [name for host in range(options.hosts) for name in names(host, options)]
     write(folder / "journal", members)
     if options.tls:
         certificates.make(folder, JOB, [f"host-{host}" for host in range(options.hosts)], ["coordinator"])
     with contextlib.ExitStack() as ending:
-        me = [sys.executable, __file__, *sys.argv[1:], "--play", str(folder)]
-        players = [start([*me, *map(str, part)], ending) for part in parts(options.hosts)]
-        for player in players:
-            first_line(player)  # it is there: members are evicted if nobody speaks for them soon
+        me = [sys.executable, __file__, *sys.argv[1:], "--simulate", str(folder)]
+        simulators = [start([*me, *map(str, part)], ending) for part in parts(options.hosts)]
+        for simulator in simulators:
+            first_line(simulator)  # start the simulators first: members without heartbeats are soon evicted
         size = str(len(members))
         command = [sys.executable, "-m", "gradwire", "coordinator", "--quiet", "--journal", str(folder / "journal")]
         if options.tls:
@@ -94,10 +95,10 @@ def conduct(folder: Path, options: argparse.Namespace) -> int:
         print(f"{size} members on {options.hosts} hosts at 1 Hz, for {options.seconds:g} s")
         if options.strangers:
             first_line(start([sys.executable, __file__, *sys.argv[1:], "--attack", address], ending))
-        for player in players:
-            print(address, file=player.stdin, flush=True)
-        memory = watch(coordinator.pid, players)
-        return report([json.loads(first_line(player)) for player in players], memory)
+        for simulator in simulators:
+            print(address, file=simulator.stdin, flush=True)
+        memory = watch(coordinator.pid, simulators)
+        return report([json.loads(first_line(simulator)) for simulator in simulators], memory)
 
 
 def start(command: list[str], ending: contextlib.ExitStack) -> subprocess.Popen[str]:
@@ -112,12 +113,12 @@ def first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline().strip()
     if not line:
-        raise SystemExit("a process of the benchmark ended before it should")
+        raise SystemExit("a process of the benchmark ended too early")
     return line
 
 
 def write(path: Path, members: list[str]) -> None:
-    """A journal in which all of them are at work."""
+    """Write a journal in which all members are registered."""
     membership = Membership(JOB, os.urandom(16), start=len(members), minimum=1, maximum=len(members))
     for rank, name in enumerate(members):
         member = Member(name, rank, name.partition("/")[0], "host", rank, "127.0.0.1:1")
@@ -127,16 +128,16 @@ def write(path: Path, members: list[str]) -> None:
 
 
 def parts(hosts: int) -> list[tuple[int, int]]:
-    edges = [hosts * player // PLAYERS for player in range(PLAYERS + 1)]
+    edges = [hosts * simulator // SIMULATORS for simulator in range(SIMULATORS + 1)]
     return list(itertools.pairwise(edges))
 
 
-def watch(pid: int, players: list[subprocess.Popen[str]]) -> list[float]:
-    """The coordinator's memory in MiB, each second until the players have something to say."""
+def watch(pid: int, simulators: list[subprocess.Popen[str]]) -> list[float]:
+    """Return the coordinator's memory in MiB for each second until the simulators report."""
     memory: list[float] = []
     page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
     used, since = 0.0, time.monotonic()
-    outputs = [player.stdout.fileno() for player in players if player.stdout is not None]
+    outputs = [simulator.stdout.fileno() for simulator in simulators if simulator.stdout is not None]
     while len(select.select(outputs, [], [], 0.0)[0]) < len(outputs):
         time.sleep(1.0)
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -149,9 +150,9 @@ def watch(pid: int, players: list[subprocess.Popen[str]]) -> list[float]:
     return memory
 
 
-def report(played: list[tuple[list[float], int]], memory: list[float]) -> int:
-    times = sorted(seconds for part, _ in played for seconds in part)
-    evicted = sum(count for _, count in played)
+def report(reports: list[tuple[list[float], int]], memory: list[float]) -> int:
+    times = sorted(seconds for part, _ in reports for seconds in part)
+    evicted = sum(count for _, count in reports)
     at = {share: times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99, 0.999)}
     growth = memory[-1] - memory[len(memory) // 2]
     print(
@@ -163,7 +164,7 @@ def report(played: list[tuple[list[float], int]], memory: list[float]) -> int:
 
 
 def attack(address: str, strangers: int) -> NoReturn:
-    """Hold so many connections, until this process is ended."""
+    """Hold unauthenticated connections until this process is ended."""
     held = [begin_calls(address) for _ in range(strangers)]
     print("ready", flush=True)
     while True:
@@ -192,12 +193,12 @@ def begin_calls(address: str) -> socket.socket:
     return sock
 
 
-def play(address: str, hosts: range, folder: Path, options: argparse.Namespace) -> None:
+def simulate_hosts(address: str, hosts: range, folder: Path, options: argparse.Namespace) -> None:
     times: list[float] = []
     evicted: list[int] = []
 
     def host(number: int) -> None:
-        time.sleep((number % 100) / 100)  # hosts do not beat in step
+        time.sleep((number % 100) / 100)  # spread the hosts' heartbeats over the second
         body = pb.HeartbeatRequest(ids=names(number, options)).SerializeToString()
         credentials = None
         if options.tls:
@@ -211,7 +212,7 @@ def play(address: str, hosts: range, folder: Path, options: argparse.Namespace) 
                 start = time.perf_counter()
                 news = pb.News.FromString(ask(body, 60.0))
                 count += 1
-                if count > SETTLING:
+                if count > WARM_UP:
                     times.append(time.perf_counter() - start)
                 due += 1.0
         evicted.append(len(news.evicted))
@@ -222,7 +223,7 @@ def play(address: str, hosts: range, folder: Path, options: argparse.Namespace) 
     for thread in threads:
         thread.join()
     if len(evicted) < len(hosts):
-        raise SystemExit("a host could not be played to the end")
+        raise SystemExit("a simulated host failed")
     print(json.dumps([times, max(evicted)]))
 
 

@@ -1,11 +1,12 @@
-"""How fast a loss is told: ranks that all-reduce are killed or frozen, and every other rank has to name the right one.
+"""Measure how fast all ranks learn of the loss of a rank.
 
     python benchmarks/failures.py                                # 10 kills and 10 stops of each kind: a few minutes
     python benchmarks/failures.py --times 50 --transport tcp --json out.json
 
-Each time a job of four processes starts, and at a random moment a random rank gets SIGKILL or SIGSTOP. The table shows
-the seconds from the signal until the last of the others has raised `PeerLost`: the median, and the worst. The exit code
-is 1 if anybody raised something else, named another rank, or took longer than a second.
+Each attempt starts a job of four processes that all-reduce, and sends SIGKILL or SIGSTOP to a random rank at a random
+moment. Every other rank must raise `PeerLost` with the right culprit. The table shows the median and the worst time
+from the signal until the last rank has raised it. The exit code is 1 if a rank raised another error, named another
+culprit, or took longer than one second.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import NoReturn
 import numpy as np
 
 import gradwire as gw
-import gradwire.membership.client.requests  # loaded before ranks are forked, not by each of them
+import gradwire.membership.client.requests  # imported here, so that the forked ranks do not import it again
 import gradwire.membership.coordinator.service
 
 ALLOWED = 1.0  # seconds
@@ -37,26 +38,26 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 @dataclass(frozen=True)
 class Case:
-    """What is done to a job, and what the job does meanwhile."""
+    """The kind of fault, and what the job does meanwhile."""
 
     how: str
     transport: str
-    nbytes: int  # of each all-reduce; 0: a barrier that one rank does not come to
+    nbytes: int  # of each all-reduce; 0: the ranks wait in a barrier that rank 0 does not call
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it: seconds until the last survivor knew, and what was wrong."""
+    """The result of an attempt: seconds until the last survivor raised an error, and all problems."""
 
     case: Case
     victim: int
     seconds: float
-    troubles: list[str]
+    problems: list[str]
     text: str
 
 
 Body = Callable[[Case, int, int, int, Callable[[], object]], None]
-"""What a rank does until that fails: body(case, rank, size, port, ready)."""
+"""The work of a rank, which runs until it raises: body(case, rank, size, port, ready)."""
 
 
 def reduces(case: Case, rank: int, size: int, port: int, ready: Callable[[], object]) -> None:
@@ -74,20 +75,20 @@ def reduces(case: Case, rank: int, size: int, port: int, ready: Callable[[], obj
 
 
 def work(body: Body, case: Case, rank: int, size: int, port: int, line: int) -> NoReturn:
-    """One rank: say when it is ready, and how it ends."""
-    said: dict[str, object] = {}
+    """Run one rank: report when it is ready, and the error that ends it."""
+    report: dict[str, object] = {}
     try:
         body(case, rank, size, port, lambda: os.write(line, b"ready\n"))
     except BaseException as error:
         culprit = getattr(error, "culprit", None)
-        said = {"error": type(error).__name__, "culprit": culprit, "at": time.monotonic(), "text": str(error)}
-    os.write(line, json.dumps(said).encode() + b"\n")
+        report = {"error": type(error).__name__, "culprit": culprit, "at": time.monotonic(), "text": str(error)}
+    os.write(line, json.dumps(report).encode() + b"\n")
     time.sleep(HANG_SECONDS)
     os._exit(0)
 
 
 class Job:
-    """The ranks of one job: forked, listened to, and ended."""
+    """The forked ranks of one job."""
 
     def __init__(self, body: Body, case: Case, size: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -104,8 +105,8 @@ class Job:
             self.pids.append(pid)
             self._lines.append(read)
 
-    def hear(self, rank: int, deadline: float) -> str | None:
-        """The next line of a rank, if it says one in time."""
+    def next_line(self, rank: int, deadline: float) -> str | None:
+        """Return the next line of a rank, or None if there is none before the deadline."""
         while b"\n" not in self._unread[rank]:
             if not select.select([self._lines[rank]], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
@@ -124,35 +125,35 @@ class Job:
             os.close(line)
 
 
-def attempt(body: Body, case: Case, size: int, chance: random.Random) -> Outcome:
-    """Start a job, harm it, and see what the others say."""
+def attempt(body: Body, case: Case, size: int, rng: random.Random) -> Outcome:
+    """Start a job, send the signal to a random rank, and check the errors of the others."""
     job = Job(body, case, size)
     try:
         deadline = time.monotonic() + HANG_SECONDS
         for rank in range(size):
-            if (line := job.hear(rank, deadline)) != "ready":
+            if (line := job.next_line(rank, deadline)) != "ready":
                 raise SystemExit(f"rank {rank} did not start: {line}")
-        time.sleep(chance.uniform(0.0, 1.0))
-        victim = chance.randrange(size)
+        time.sleep(rng.uniform(0.0, 1.0))
+        victim = rng.randrange(size)
         began = time.monotonic()
         os.kill(job.pids[victim], SIGNALS[case.how])
-        seconds, troubles, text = 0.0, [], ""
+        seconds, problems, text = 0.0, [], ""
         for rank in range(size):
-            # Rank 0 does not call the barrier that others wait in: it is told at its next call, if ever.
+            # Without bytes, rank 0 does not call the barrier. It would raise the error at its next call only.
             if rank == victim or (rank == 0 and not case.nbytes):
                 continue
-            line = job.hear(rank, began + 10.0)
+            line = job.next_line(rank, began + 10.0)
             if line is None:
-                troubles.append(f"rank {rank} said nothing")
+                problems.append(f"rank {rank} raised no error")
                 continue
-            said = json.loads(line)
-            text = said["text"]
-            if (said["error"], said["culprit"]) != ("PeerLost", victim):
-                troubles.append(f"rank {rank} raised {said['error']}: {text}, and the culprit was rank {victim}")
-            seconds = max(seconds, said["at"] - began)
+            report = json.loads(line)
+            text = report["text"]
+            if (report["error"], report["culprit"]) != ("PeerLost", victim):
+                problems.append(f"rank {rank} raised {report['error']}: {text}, but the culprit was rank {victim}")
+            seconds = max(seconds, report["at"] - began)
         if seconds > ALLOWED:
-            troubles.append(f"it took {seconds:.2f} s")
-        return Outcome(case, victim, seconds, troubles, text)
+            problems.append(f"it took {seconds:.2f} s")
+        return Outcome(case, victim, seconds, problems, text)
     finally:
         job.end()
 
@@ -166,34 +167,34 @@ def size_of(text: str) -> int:
 
 def main(body: Body = reduces, about: str | None = __doc__, sizes: str = "8,64Mi") -> int:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=10, help="of each kind")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--how", default="kill,stop")
-    parser.add_argument("--transport", default="shm,tcp")
-    parser.add_argument("--sizes", default=sizes, help="bytes that are reduced at once; 0: ranks wait in a barrier")
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--json", default=None, metavar="FILE")
+    parser.add_argument("--times", type=int, default=10, help="attempts of each kind (default: 10)")
+    parser.add_argument("--ranks", type=int, default=4, help="processes of a job (default: 4)")
+    parser.add_argument("--how", default="kill,stop", help="signals to send (default: kill,stop)")
+    parser.add_argument("--transport", default="shm,tcp", help="transports to test (default: shm,tcp)")
+    parser.add_argument("--sizes", default=sizes, help=f"bytes per exchange; 0: a barrier (default: {sizes})")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the random choices")
+    parser.add_argument("--json", default=None, metavar="FILE", help="write every attempt to this file")
     options = parser.parse_args()
-    chance = random.Random(options.seed)
+    rng = random.Random(options.seed)
     outcomes: list[Outcome] = []
     print(f"{'signal':>8} {'transport':>10} {'bytes':>10} {'times':>6} {'median':>8} {'worst':>8} {'wrong':>6}")
     for how in options.how.split(","):
         for transport in options.transport.split(","):
             for size in options.sizes.split(","):
                 case = Case(how, transport, size_of(size))
-                found = [attempt(body, case, options.ranks, chance) for _ in range(options.times)]
+                found = [attempt(body, case, options.ranks, rng) for _ in range(options.times)]
                 outcomes += found
                 times = [outcome.seconds for outcome in found]
-                wrong = sum(bool(outcome.troubles) for outcome in found)
+                wrong = sum(bool(outcome.problems) for outcome in found)
                 row = f"{how:>8} {transport:>10} {size:>10} {len(found):6d} {statistics.median(times):6.3f} s"
                 print(f"{row} {max(times):6.3f} s {wrong:6d}", flush=True)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump([asdict(outcome) for outcome in outcomes], file, indent=1)
     for outcome in outcomes:
-        for trouble in outcome.troubles:
-            print(f"{outcome.case.how}, {outcome.case.transport}, {outcome.case.nbytes} bytes: {trouble}")
-    return int(any(outcome.troubles for outcome in outcomes))
+        for problem in outcome.problems:
+            print(f"{outcome.case.how}, {outcome.case.transport}, {outcome.case.nbytes} bytes: {problem}")
+    return int(any(outcome.problems for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How long training stands still when a worker is lost, and when one joins.
+"""Measure how long the loss of a worker and the joining of a worker interrupt training.
 
     python benchmarks/recovery.py                              # 10 kills, 4 workers, a state of 100 MB
     python benchmarks/recovery.py --times 20 --megabytes 400
 
-A job trains a state of the given size. Again and again a random worker gets SIGKILL, and the launcher starts another
-one in its place, which joins and gets the state. The table shows the seconds from the signal until all survivors have
-committed their next step, and by how much the step in which a worker joined took longer than the others.
+A job trains a state of the given size. The benchmark repeatedly sends SIGKILL to a random worker. The launcher starts a
+replacement, which joins and receives the state. The table shows the seconds from the signal until all survivors have
+committed their next step, and how much longer the steps take in which a worker joins.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import numpy as np
 import gradwire as gw
 
 HANG_SECONDS = 60.0
-QUIET_STEPS = 10  # between two faults
+UNDISTURBED_STEPS = 10  # between two faults
 
 
 class Row(NamedTuple):
-    """A step that a worker has seen committed; the clock is the same for all processes of a machine."""
+    """A committed step of a worker. All processes of a machine share the clock."""
 
     at: float
     step: int
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def work(directory: Path, elements: int) -> None:
-    """One worker: the whole state changes in each step, and every committed step is a line."""
+    """Run one worker. Each step changes the whole state, and the worker writes a line per committed step."""
     state = {"w": np.zeros(elements, np.float32)}
     run = gw.elastic(state)
     with (directory / f"{os.getpid()}.txt").open("w", buffering=1) as file:
@@ -65,7 +65,7 @@ def work(directory: Path, elements: int) -> None:
 
 
 def rows(directory: Path) -> dict[int, list[Row]]:
-    """What the workers have written so far, by process."""
+    """Return the rows that the workers have written so far, by process."""
     found = {}
     for path in directory.glob("*.txt"):
         lines = [line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -73,64 +73,64 @@ def rows(directory: Path) -> dict[int, list[Row]]:
     return found
 
 
-def until(true: Callable[[], bool], what: str) -> None:
-    """Wait until something is true of what the workers wrote."""
+def until(condition: Callable[[], bool], problem: str) -> None:
+    """Wait until a condition holds. Exit with the problem if it takes too long."""
     deadline = time.monotonic() + HANG_SECONDS
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit(f"after {HANG_SECONDS:g} s: {what}")
-        time.sleep(0.05)  # looking takes time from the workers; they write down when things happened
+            raise SystemExit(f"after {HANG_SECONDS:g} s: {problem}")
+        time.sleep(0.05)  # poll rarely, to leave the CPU to the workers; they record the exact times
 
 
-def strike(directory: Path, workers: int, chance: random.Random) -> float:
-    """Wait for a quiet job, kill one of its workers, and return the seconds until all others have gone on."""
+def kill_one(directory: Path, workers: int, rng: random.Random) -> float:
+    """Wait for undisturbed steps, kill a worker, and return the seconds until all others commit their next step."""
 
     def settled() -> list[int]:
-        whole = [pid for pid, seen in rows(directory).items() if os.path.exists(f"/proc/{pid}") and _quiet(seen)]
-        return whole if len(whole) == workers else []
+        found = [pid for pid, seen in rows(directory).items() if os.path.exists(f"/proc/{pid}") and _undisturbed(seen)]
+        return found if len(found) == workers else []
 
-    def _quiet(seen: list[Row]) -> bool:
-        return len(seen) > QUIET_STEPS and all(row.size == workers for row in seen[-QUIET_STEPS:])
+    def _undisturbed(seen: list[Row]) -> bool:
+        return len(seen) > UNDISTURBED_STEPS and all(row.size == workers for row in seen[-UNDISTURBED_STEPS:])
 
-    until(lambda: bool(settled()), f"there were never {workers} workers in step")
+    until(lambda: bool(settled()), f"the job did not have {workers} workers for {UNDISTURBED_STEPS} steps")
     pids = settled()
-    victim = chance.choice(pids)
+    victim = rng.choice(pids)
     survivors = [pid for pid in pids if pid != victim]
     before = max(row.generation for row in rows(directory)[victim])
     os.kill(victim, signal.SIGKILL)
-    struck = time.monotonic()
+    killed_at = time.monotonic()
 
-    def gone_on() -> list[float]:
+    def continued() -> list[float]:
         later = [
             [row.at for row in seen if row.generation > before] for seen in map(rows(directory).get, survivors) if seen
         ]
         return [min(times) for times in later if times]
 
-    until(lambda: len(gone_on()) == len(survivors), "the survivors did not go on")
-    return max(gone_on()) - struck
+    until(lambda: len(continued()) == len(survivors), "the survivors did not commit a step after the kill")
+    return max(continued()) - killed_at
 
 
 def pauses(directory: Path) -> list[float]:
-    """By how much longer it took when somebody joined, than steps take that worker in the middle.
+    """Return, for each join and worker, how much longer the two steps around the join took than the median step.
 
-    Who joins comes in at the vote of one step, and takes part in the next: both are looked at.
+    A worker joins at the vote of one step and takes part in the next step, so both steps are counted.
     """
     found = []
     for seen in rows(directory).values():
-        calm = statistics.median([b.at - a.at for a, b in itertools.pairwise(seen)] or [0.0])
+        usual = statistics.median([b.at - a.at for a, b in itertools.pairwise(seen)] or [0.0])
         trios = zip(seen, seen[1:], seen[2:], strict=False)
-        found += [c.at - a.at - 2 * calm for a, b, c in trios if c.size > b.size]
+        found += [c.at - a.at - 2 * usual for a, b, c in trios if c.size > b.size]
     return found
 
 
 def steps(directory: Path) -> list[float]:
-    """How long steps took in which nothing happened."""
+    """Return the durations of all steps without a change of the generation."""
     seen = [itertools.pairwise(of_one) for of_one in rows(directory).values()]
     return [b.at - a.at for pairs in seen for a, b in pairs if a.generation == b.generation]
 
 
-def measure(workers: int, megabytes: float, times: int, chance: random.Random) -> None:
-    """The whole run, and its table."""
+def measure(workers: int, megabytes: float, times: int, rng: random.Random) -> None:
+    """Run the benchmark and print its table."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         command = [
@@ -146,21 +146,21 @@ def measure(workers: int, megabytes: float, times: int, chance: random.Random) -
         command += ["--restarts", str(times + 1), __file__, "--work", name, "--megabytes", str(megabytes)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
             try:
-                seconds = [strike(directory, workers, chance) for _ in range(times)]
-                until(lambda: len(pauses(directory)) >= (workers - 1) * (times - 1), "nobody joined")
+                seconds = [kill_one(directory, workers, rng) for _ in range(times)]
+                until(lambda: len(pauses(directory)) >= (workers - 1) * (times - 1), "no replacement joined")
             finally:
                 (directory / "stop").touch()
                 launcher.wait(HANG_SECONDS)
-        held, calm = pauses(directory), steps(directory)
+        delays, usual = pauses(directory), steps(directory)
     print(f"{workers} workers, a state of {megabytes:g} MB, {times} kills")
-    print(f"  {'a step takes':40} median {statistics.median(calm):.3f} s")
-    for what, found in (("from SIGKILL to the next committed step", seconds), ("a join pauses the others for", held)):
+    print(f"  {'a step takes':40} median {statistics.median(usual):.3f} s")
+    for what, found in (("from SIGKILL to the next committed step", seconds), ("a join delays the others by", delays)):
         print(f"  {what:40} median {statistics.median(found):.3f} s, worst {max(found):.3f} s")
-    print(f"  {'sending so many bytes takes':40} median {copying(megabytes):.3f} s")
+    print(f"  {'sending the state once takes':40} median {sending(megabytes):.3f} s")
 
 
-def copying(megabytes: float) -> float:
-    """Seconds that it takes to send so many bytes from one rank to another, and to look at them once: the least."""
+def sending(megabytes: float) -> float:
+    """Return the seconds for sending this many bytes from one rank to another: a lower bound for a join."""
 
     def send(size: int) -> float:
         with gw.init() as group:
@@ -178,10 +178,10 @@ def copying(megabytes: float) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--megabytes", type=float, default=100.0)
-    parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=4, help="number of workers (default: 4)")
+    parser.add_argument("--megabytes", type=float, default=100.0, help="size of the state (default: 100)")
+    parser.add_argument("--times", type=int, default=10, help="number of kills (default: 10)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default: 1)")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:

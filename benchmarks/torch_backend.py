@@ -1,12 +1,12 @@
-"""torch.distributed on gradwire beside Gloo: the time of a call, and of a training step beyond its computing.
+"""Compare torch.distributed on gradwire with Gloo: the time of calls, and the communication time of training steps.
 
     torchrun --nproc-per-node 2 benchmarks/torch_backend.py
     torchrun --nproc-per-node 2 benchmarks/torch_backend.py --model gpt --rounds 40
 
-Both engines serve the same processes, in turns: machines change their speed from minute to minute, and only what was
-measured side by side can be compared. A step is torch's DDP as it is, forward, backward and optimizer; its time beyond
-computing is what the same step takes without any synchronization (`no_sync`) subtracted from it. Medians over all
-rounds, of the slowest rank in each.
+The same processes use both engines in turns, because the speed of a machine changes from minute to minute and only
+measurements that alternate can be compared. A step is forward, backward and optimizer with torch's DDP. Its time beyond
+computing is the time of the step minus the time of the same step without synchronization (`no_sync`). All figures are
+medians over the rounds, of the slowest rank in each round.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ENGINES = ("gradwire", "gloo")
 
 
 def mlp() -> tuple[nn.Module, Tensor]:
-    """25 M parameters in layers of several sizes."""
+    """Return a model of 25 M parameters, with layers of several sizes, and its input."""
     sizes = (1024, 4096, 2048, 4096, 1024)
     layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers), torch.randn(32, sizes[0])
 
 
 def gpt() -> tuple[nn.Module, Tensor]:
-    """A small transformer: 6 layers of width 256."""
+    """Return a small transformer with 6 layers of width 256, and its input."""
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(4, 64, 256)
 
@@ -44,10 +44,10 @@ typical: Callable[[list[float]], float] = statistics.median
 
 
 def slowest(seconds: float) -> float:
-    """That of the slowest rank, told through the engine that is not measured now."""
-    told = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return told.item()
+    """Return the time of the slowest rank. It is exchanged outside of the measurement, by the default group."""
+    longest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()
 
 
 def timed(call: Callable[[], Any], times: int) -> float:
@@ -98,29 +98,31 @@ def steps(groups: dict[str, Any], build: Callable[[], tuple[nn.Module, Tensor]],
                 model(x).square().mean().backward()
         optimizers[engine].step()
 
-    found: dict[str, list[float]] = {"alone": [], **{name: [] for name in groups}}
+    found: dict[str, list[float]] = {"compute": [], **{name: [] for name in groups}}
     for number in range(rounds + 2):
         for engine in groups:
-            alone = timed(partial(step, engine, synced=False), 1)
+            unsynced = timed(partial(step, engine, synced=False), 1)
             synced = timed(partial(step, engine), 1)
-            if number >= 2:  # the first ones warm up
-                found["alone"].append(alone)
+            if number >= 2:  # the first two rounds are the warm-up
+                found["compute"].append(unsynced)
                 found[engine].append(synced)
     medians = {name: typical(times) * 1e3 for name, times in found.items()}
-    beyond = {name: medians[name] - medians["alone"] for name in groups}
+    beyond = {name: medians[name] - medians["compute"] for name in groups}
     if dist.get_rank() == 0:
         count = sum(parameter.numel() for parameter in models["gloo"].parameters())
-        print(f"{build.__name__}, {count / 1e6:.1f} M parameters: computing alone {medians['alone']:.1f} ms")
+        print(f"{build.__name__}, {count / 1e6:.1f} M parameters: computing only {medians['compute']:.1f} ms per step")
         for name in groups:
-            print(f"  {name:9} {medians[name]:7.1f} ms a step, {beyond[name]:6.1f} ms beyond computing")
-        print(f"  of Gloo's time beyond computing: {beyond['gradwire'] / beyond['gloo']:.0%}")
+            print(f"  {name:9} {medians[name]:7.1f} ms per step, {beyond[name]:6.1f} ms beyond computing")
+        print(f"  gradwire needs {beyond['gradwire'] / beyond['gloo']:.0%} of Gloo's time beyond computing")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=("mlp", "gpt", "both", "none"), default="both")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--least", action="store_true", help="least times instead of medians: for a busy machine")
+    parser.add_argument(
+        "--model", choices=("mlp", "gpt", "both", "none"), default="both", help="models to train (default: both)"
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="measurements of each engine (default: 15)")
+    parser.add_argument("--least", action="store_true", help="print minima instead of medians, for a busy machine")
     arguments = parser.parse_args()
     global typical
     typical = min if arguments.least else statistics.median

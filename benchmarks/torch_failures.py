@@ -1,10 +1,10 @@
-"""How fast a loss is told to a script that knows only torch: plain DDP on our backend, as torchrun starts it.
+"""Measure how fast plain torch scripts learn of the loss of a rank: torch's DDP on the backend "gradwire".
 
     python benchmarks/torch_failures.py                          # 10 kills and 10 stops of each kind: a few minutes
     python benchmarks/torch_failures.py --times 20 --how kill --transport shm --ranks 3
 
-The jobs, the harm and the table are those of failures.py; here ranks train, and have to raise `PeerLost` out of
-`backward()`. The sizes are those of the model's gradients.
+The faults and the table are those of failures.py. Here the ranks train with the variables of torchrun, and must raise
+`PeerLost` from `backward()`. The sizes are those of the model's gradients.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 import failures
 import torch
-import torch._dynamo  # DDP wants it: once, before ranks are forked
+import torch._dynamo  # DDP imports it; imported here once, before the ranks are forked
 import torch.distributed as dist
 from torch import nn
 
-import gradwire.torch  # noqa: F401 — the same
+import gradwire.torch  # noqa: F401 — also imported before the fork
 
 LAYERS = 4
 
@@ -43,7 +43,7 @@ def trains(case: failures.Case, rank: int, size: int, port: int, ready: Callable
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.ones(4, width)
     for step in range(sys.maxsize):
-        if step == 3:  # buckets are final by then
+        if step == 3:  # DDP has built its final buckets by then
             ready()
             if not case.nbytes:
                 if rank == 0:

@@ -1,39 +1,39 @@
-"""Whole training steps beside torch's own DistributedDataParallel: what does keeping replicas in step cost?
+"""Measure whole training steps: how much time does synchronising the replicas add, compared with torch's DDP?
 
     python benchmarks/training.py                            # MLP and GPT, 2 ranks, one thread each: half an hour
-    python benchmarks/training.py --models mlp --crews 1     # a glance
+    python benchmarks/training.py --models mlp --crews 1     # a quick run
     python benchmarks/training.py --json out.json
 
-The same loop (forward, backward, SGD) runs in several ways, each with processes of its own that sleep while others are
-measured. They take turns, a block of steps each, because on a shared machine only what was measured side by side can be
-compared: its speed drifts within seconds, so many short blocks tell more than a few long ones. Some processes are
-slower than others for their whole life, wherever their memory happens to lie: so all of them are started anew several
-times.
+The same loop (forward, backward, SGD) runs with several engines. Each engine has its own processes, which sleep while
+another engine is measured. The engines take turns, one block of steps each, because on a shared machine only
+measurements that alternate can be compared. The machine's speed drifts within seconds, so many short blocks are more
+precise than a few long ones. Some processes are slower than others for their whole life, because of the placement of
+their memory. So all processes are restarted several times.
 
-    off         no exchange at all: what the computation takes
-    barrier     no exchange either, but after backward ranks wait for each other: what no exchange can do without
+    off         no exchange: the time of the computation
+    barrier     no exchange, but the ranks wait for each other after backward: the wait that every exchange includes
     gradwire    gw.torch.DistributedDataParallel
-    waiting     the same with overlap=False: everything is exchanged after backward
+    waiting     the same with overlap=False: all gradients are exchanged after backward
     gloo        torch's DistributedDataParallel on Gloo
-    backend     torch's DistributedDataParallel on the backend "gradwire", if it is there
+    backend     torch's DistributedDataParallel on the backend "gradwire", if it is available
 
-`gradwire` and `waiting` are started as `gradwire run` starts workers, the others as torchrun does. gradwire has malloc
-keep the memory that a step frees, and find it again. Elsewhere, faulting pages back in may take a third of the MLP's
-step, where nothing is exchanged too; with `--malloc keep` all of them keep it, as workers of `gradwire run` do.
+`gradwire` and `waiting` are started as `gradwire run` starts workers, the others as torchrun does. `gradwire run` sets
+malloc so that it keeps the memory that a step frees and reuses it. Without these settings, page faults may take a third
+of the MLP's step, even without any exchange. With `--malloc keep` all engines get these settings.
 
-*Beyond compute* is a step's time minus that of `off` in the same round, the median over all rounds; `±` is its standard
-error, as far as the spread of the rounds tells. Whoever keeps replicas in step waits for the
-slowest of them, and the busier the machine the longer: `barrier` tells how much of it that is. *Overlap* is what is
-hidden behind backward: a step's time with `waiting` minus that with `gradwire`. *CPU* is what a step costs a rank's
-threads together, which a busy machine changes less than the time.
+*Beyond compute* is the time of a step minus that of `off` in the same round: the median over all rounds. `±` is its
+standard error, estimated from the spread of the rounds. Synchronised replicas wait for the slowest rank, and they wait
+longer on a busy machine: `barrier` shows how much of the time that is. *Overlap* is the communication hidden behind
+backward: the step time of `waiting` minus that of `gradwire`. *CPU* is the CPU time of all threads of a rank per step,
+which varies less than the wall-clock time on a busy machine.
 
-Memory is the sum over ranks of their highest PSS (memory that several processes share is counted once), looked at while
-no time is taken; here torch's is asked for gradient_as_bucket_view=True. `gradwire` is looked at twice: started as
-above, and `alike`, as `gloo` is, where rank 0 serves the rendezvous too.
+Memory is the sum over the ranks of their highest PSS, which counts memory that several processes share once. It is
+measured separately from the times, and with gradient_as_bucket_view=True for torch's wrapper. `gradwire` is measured
+twice: started as above, and as `alike`, which is started like `gloo`, so that rank 0 also serves the rendezvous.
 
-At the end the weights must be the same bits on all ranks of an engine, and close to those of the others; otherwise the
-exit code is 1. It is 2 if a step beyond compute costs gradwire more than a third of what it costs Gloo, or the backend
-more than half of it, or if gradwire takes more memory than Gloo.
+At the end the weights must have the same bits on all ranks of an engine, and must be close to those of the other
+engines. Otherwise the exit code is 1. It is 2 if gradwire's time beyond compute is more than a third of Gloo's, if the
+backend's is more than half of Gloo's, or if gradwire needs more memory than Gloo.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ import torch
 from torch import nn
 
 ENGINES = ("off", "barrier", "gradwire", "waiting", "gloo", "backend")
-APART = ("off", "barrier")  # replicas of these are not kept in step
+UNSYNCHRONISED = ("off", "barrier")  # their replicas are not synchronised
 MODELS = ("mlp", "gpt")
 ALLOWED = {"gradwire": 1 / 3, "backend": 1 / 2}  # of Gloo's time beyond compute
-LAUNCHED = ("gradwire", "waiting")  # as `gradwire run` starts workers; the others as torchrun does
-ALIKE = "alike"  # gradwire once more, as torchrun starts it
-CLOSE = 1e-4  # float32 weights of two engines: their sums round differently
+AS_GRADWIRE_RUN = ("gradwire", "waiting")  # started as `gradwire run` starts workers; the others as torchrun does
+ALIKE = "alike"  # gradwire, started as torchrun starts it
+CLOSE = 1e-4  # tolerance between float32 weights of two engines, whose sums round differently
 HANG_SECONDS = 120.0
 
 
-# ── what is trained ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Block(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -85,7 +85,7 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
 
 class GPT(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """Decoder-only, with the embedding tied to the output."""
+    """A decoder-only transformer whose output layer shares the weights of the embedding."""
 
     def __init__(self, words: int = 4096, width: int = 256, heads: int = 4, layers: int = 4, length: int = 128) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class GPT(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
 
 def make(name: str, rank: int) -> tuple[Any, Callable[[Any], Any]]:
-    """The model, the same on all ranks, and what computes its loss on this rank's data."""
+    """Return the model, which is the same on all ranks, and a function that computes its loss on this rank's data."""
     torch.manual_seed(1)
     model: Any = (
         GPT() if name == "gpt" else nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(2048, 2048), nn.ReLU())))
@@ -118,14 +118,14 @@ def make(name: str, rank: int) -> tuple[Any, Callable[[Any], Any]]:
 
 @contextlib.contextmanager
 def wrapped(engine: str, model: Any, lean: bool) -> Iterator[Any]:
-    """The model as this engine trains it."""
+    """Yield the model in the wrapper of an engine."""
     if engine == "off":
         yield model
     elif engine == "barrier":
         import gradwire as gw
 
         with gw.init() as group:
-            model.register_forward_hook(lambda module, inputs, out: meet_after_backward(out, group))
+            model.register_forward_hook(lambda module, inputs, out: barrier_after_backward(out, group))
             yield model
     elif engine in ("gradwire", "waiting"):
         import gradwire as gw
@@ -142,14 +142,14 @@ def wrapped(engine: str, model: Any, lean: bool) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def meet_after_backward(out: Any, group: Any) -> None:
-    """Have the backward pass that begins with `out` end with a barrier."""
+def barrier_after_backward(out: Any, group: Any) -> None:
+    """Add a barrier to the end of the backward pass that begins with `out`."""
     engine = torch.autograd.Variable._execution_engine
     out.register_hook(lambda gradient: engine.queue_callback(group.barrier))
 
 
 class Peak(threading.Thread):
-    """The highest PSS of this process, looked at again and again."""
+    """A thread that samples the PSS of this process and keeps the highest value."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -168,7 +168,7 @@ class Peak(threading.Thread):
 
 
 def work(engine: str, name: str, lean: bool) -> None:
-    """Do as told on stdin: a number of steps to time; "memory"; "weights"; the end."""
+    """Run a rank. It reads requests from stdin: a number of steps to time, "memory" or "weights"."""
     torch.set_num_threads(1)
     model, loss_of = make(name, int(os.environ["RANK"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -182,7 +182,7 @@ def work(engine: str, name: str, lean: bool) -> None:
 
         def steps(count: int) -> tuple[list[float], list[float]]:
             took, worked = [], []
-            for _ in range(count + 1):  # the first of a block finds cold caches
+            for _ in range(count + 1):  # the first step of a block has cold caches and is not counted
                 began, busy = time.perf_counter(), time.process_time()
                 step()
                 took.append(time.perf_counter() - began)
@@ -202,23 +202,23 @@ def work(engine: str, name: str, lean: bool) -> None:
         steps(3)
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
-            word = json.loads(line)
-            told = memory() if word == "memory" else weights() if word == "weights" else steps(word)
-            print(json.dumps(told), flush=True)
+            request = json.loads(line)
+            answer = memory() if request == "memory" else weights() if request == "weights" else steps(request)
+            print(json.dumps(answer), flush=True)
 
 
-# ── all of them in turns ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── all engines in turns ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Crew:
     """The ranks of one engine."""
 
-    def __init__(self, called: str, model: str, options: argparse.Namespace, lean: bool = False) -> None:
-        from gradwire.host import malloc  # here: what does not exchange by gradwire holds none of it in memory
+    def __init__(self, name: str, model: str, options: argparse.Namespace, lean: bool = False) -> None:
+        from gradwire.host import malloc  # imported here, so that ranks of other engines do not load gradwire
         from gradwire.launch import worker_setup
         from gradwire.launch.rendezvous import on_this_machine
 
-        engine, ranks = "gradwire" if called == ALIKE else called, options.ranks
+        engine, ranks = "gradwire" if name == ALIKE else name, options.ranks
         self.engine = engine
         self._ended = contextlib.ExitStack()
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -226,12 +226,12 @@ class Crew:
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         common |= malloc.variables(os.environ, ranks) if options.malloc == "keep" else {}
-        if called in LAUNCHED:
-            meeting = on_this_machine(ranks)
-            meeting.coordinator.start()
-            self._ended.callback(meeting.coordinator.stop)
-            place = {"coordinator": meeting.coordinator.address, "job": meeting.job, "token": meeting.token}
-            common |= worker_setup.shared_by_workers({}, ranks, port=port, **place)
+        if name in AS_GRADWIRE_RUN:
+            rendezvous = on_this_machine(ranks)
+            rendezvous.coordinator.start()
+            self._ended.callback(rendezvous.coordinator.stop)
+            found_at = {"coordinator": rendezvous.coordinator.address, "job": rendezvous.job, "token": rendezvous.token}
+            common |= worker_setup.shared_by_workers({}, ranks, port=port, **found_at)
         command = [sys.executable, __file__, "--work", engine, model, *(["--lean"] if lean else [])]
         self.processes = [
             subprocess.Popen(
@@ -244,19 +244,19 @@ class Crew:
             for rank in range(ranks)
         ]
 
-    def hear(self) -> list[Any]:
-        """What each rank says next."""
+    def answers(self) -> list[Any]:
+        """Return the next answer of each rank."""
         lines = [process.stdout.readline() if process.stdout else "" for process in self.processes]
         if not all(lines):
             raise SystemExit(f"a rank of {self.engine} has ended")
         return [json.loads(line) for line in lines]
 
-    def ask(self, word: object) -> list[Any]:
+    def ask(self, request: object) -> list[Any]:
         for process in self.processes:
             if process.stdin:
-                process.stdin.write(json.dumps(word) + "\n")
+                process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
-        return self.hear()
+        return self.answers()
 
     def end(self) -> None:
         for process in self.processes:
@@ -277,7 +277,7 @@ def crews(engines: list[str], model: str, options: argparse.Namespace, lean: boo
     try:
         for engine in engines:
             made[engine] = Crew(engine, model, options, lean)
-            made[engine].hear()
+            made[engine].answers()
         yield made
     finally:
         for crew in made.values():
@@ -285,14 +285,14 @@ def crews(engines: list[str], model: str, options: argparse.Namespace, lean: boo
 
 
 def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step by engine and block, and whether all came to the same weights."""
+    """Return the seconds of a step by engine and block, and whether all ranks have the same weights."""
     from gradwire.bench.interleave import turns
 
     blocks: dict[str, list[float]] = {engine: [] for engine in engines}
     work: dict[str, list[float]] = {engine: [] for engine in engines}
     middle: Callable[[list[float]], float] = min if options.least else statistics.median
     held: dict[str, list[Any]] = {}
-    identical = {engine: True for engine in engines if engine not in APART}
+    identical = {engine: True for engine in engines if engine not in UNSYNCHRONISED}
     for _ in range(options.crews):
         with crews(engines, model, options) as made:
             for number in range(options.blocks):
@@ -301,14 +301,16 @@ def measure(model: str, engines: list[str], options: argparse.Namespace) -> dict
                     blocks[engine].append(statistics.mean(middle(took) for took, _ in of_ranks))
                     work[engine].append(statistics.mean(statistics.median(worked) for _, worked in of_ranks))
             held = {engine: made[engine].ask("weights") for engine in identical}
-        identical = {engine: identical[engine] and all(one == told[0] for one in told) for engine, told in held.items()}
+        identical = {
+            engine: identical[engine] and all(one == ranks[0] for one in ranks) for engine, ranks in held.items()
+        }
     first = next(iter(held.values()))[0][1:-1]
-    far = {e: max(abs(a - b) for a, b in zip(first, told[0][1:-1], strict=True)) for e, told in held.items()}
-    return {"model": model, "blocks": blocks, "work": work, "identical": identical, "distance": far}
+    distance = {e: max(abs(a - b) for a, b in zip(first, ranks[0][1:-1], strict=True)) for e, ranks in held.items()}
+    return {"model": model, "blocks": blocks, "work": work, "identical": identical, "distance": distance}
 
 
 def peaks(model: str, engines: list[str], options: argparse.Namespace) -> dict[str, int]:
-    """Bytes at the highest, of all ranks of an engine together; one engine at a time, the median of several."""
+    """Return the peak memory in bytes of all ranks of each engine, measured one engine at a time: the median."""
     found: dict[str, list[int]] = {}
     for _ in range(options.peaks):
         for engine in engines:
@@ -318,12 +320,16 @@ def peaks(model: str, engines: list[str], options: argparse.Namespace) -> dict[s
 
 
 def beyond(result: dict[str, Any], engine: str) -> list[float]:
-    """Seconds beyond compute, block by block."""
-    return [mine - off for mine, off in zip(result["blocks"][engine], result["blocks"]["off"], strict=True)]
+    """Return the seconds beyond compute for each block."""
+    return [step - off for step, off in zip(result["blocks"][engine], result["blocks"]["off"], strict=True)]
 
 
 def error_of_median(values: list[float]) -> float:
-    """Its standard error: that of a mean, from the middle half alone, times what a median loses against one."""
+    """Return the standard error of the median, for values that are about normally distributed.
+
+    The standard deviation is estimated from the interquartile range (1.349 σ for a normal distribution). The standard
+    error of a median is sqrt(π/2) times that of a mean.
+    """
     if len(values) < 2:
         return math.nan
     lower, _, upper = statistics.quantiles(values, n=4)
@@ -332,7 +338,7 @@ def error_of_median(values: list[float]) -> float:
 
 
 def report(result: dict[str, Any]) -> bool:
-    """Print a table; whether our targets are met."""
+    """Print a table, and return whether the targets are met."""
     blocks, off = result["blocks"], statistics.median(result["blocks"]["off"])
     rival = statistics.median(beyond(result, "gloo")) if "gloo" in blocks else None
     print(f"\n{result['model']}: a step without exchange takes {1000 * off:.1f} ms")
@@ -346,8 +352,10 @@ def report(result: dict[str, Any]) -> bool:
         busy = f"{1000 * statistics.median(result['work'][engine]):8.1f}"
         print(f"{engine:10} {middle} {1000 * error_of_median(extra):6.1f} {share} {busy}  {same}", flush=True)
     if "waiting" in blocks and "gradwire" in blocks:
-        saved = [later - beside for later, beside in zip(blocks["waiting"], blocks["gradwire"], strict=True)]
-        print(f"overlap: exchanging while backward runs takes {1000 * statistics.median(saved):.1f} ms off a step")
+        saved = [
+            waiting - overlapped for waiting, overlapped in zip(blocks["waiting"], blocks["gradwire"], strict=True)
+        ]
+        print(f"overlap: exchanging during backward saves {1000 * statistics.median(saved):.1f} ms per step")
     if rival is None:
         return True
     limits = {engine: part * rival for engine, part in ALLOWED.items() if engine in blocks}
@@ -355,26 +363,29 @@ def report(result: dict[str, Any]) -> bool:
 
 
 def has_backend() -> bool:
-    """Whether torch.distributed can be given our backend."""
+    """Return whether the backend "gradwire" of torch.distributed is available."""
     import importlib.util
 
     return importlib.util.find_spec("gradwire.torch.backend") is not None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Whole training steps, in turns with torch's DistributedDataParallel.")
+    parser = argparse.ArgumentParser(description="Compare training steps with torch's DistributedDataParallel.")
     parser.add_argument("--models", default=",".join(MODELS), help="mlp (25 M parameters), gpt (4 M), or both")
-    parser.add_argument("--engines", help=f"some of {','.join(ENGINES)}; off is always among them")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--crews", type=int, default=6, help="times that all processes are started (default: 6)")
-    parser.add_argument("--blocks", type=int, default=20, help="of each engine and crew, in turns (default: 20)")
-    parser.add_argument("--steps", type=int, default=1, help="in a block, after one to warm up (default: 1)")
+    parser.add_argument("--engines", help=f"some of {','.join(ENGINES)}; off is always included (default: all)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--crews", type=int, default=6, help="how often all processes are restarted (default: 6)")
+    parser.add_argument("--blocks", type=int, default=20, help="blocks per engine and restart (default: 20)")
+    parser.add_argument("--steps", type=int, default=1, help="steps per block, after one warm-up step (default: 1)")
     parser.add_argument(
-        "--malloc", choices=("keep", "system"), default="system", help="keep: what a step frees is not given back"
+        "--malloc",
+        choices=("keep", "system"),
+        default="system",
+        help="keep: all engines keep freed memory, as workers of `gradwire run` do (default: system)",
     )
-    parser.add_argument("--least", action="store_true", help="of each block the least, not the median: a busy machine")
-    parser.add_argument("--peaks", type=int, default=5, help="times that memory is looked at (default: 5; 0: not)")
-    parser.add_argument("--json", metavar="FILE", help="write every block there")
+    parser.add_argument("--least", action="store_true", help="use the minimum of each block instead of the median")
+    parser.add_argument("--peaks", type=int, default=5, help="measurements of memory (default: 5; 0: none)")
+    parser.add_argument("--json", metavar="FILE", help="write every block to this file")
     parser.add_argument("--work", nargs=2, metavar=("ENGINE", "MODEL"), help=argparse.SUPPRESS)
     parser.add_argument("--lean", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -384,7 +395,7 @@ def main() -> int:
     known = [engine for engine in ENGINES if engine != "backend" or has_backend()]
     wanted = options.engines.split(",") if options.engines else known
     engines = [engine for engine in known if engine in wanted or engine == "off"]
-    results, sound, met = [], True, True
+    results, correct, met = [], True, True
     for model in options.models.split(","):
         result = measure(model, engines, options)
         results.append(result)
@@ -392,15 +403,15 @@ def main() -> int:
         measured = [one for one in engines if one in ("off", "gradwire", "gloo")]
         measured += [ALIKE] if "gradwire" in measured else []
         result["pss"] = peaks(model, measured, options)
-        told = ", ".join(f"{engine} {nbytes / 1e6:.0f} MB" for engine, nbytes in result["pss"].items())
-        held = result["pss"]
-        met = met and max(held.get("gradwire", 0), held.get(ALIKE, 0)) <= held.get("gloo", math.inf)
-        print(f"peak PSS of all ranks together: {told or 'not measured'}", flush=True)
-        sound = sound and all(result["identical"].values()) and max(result["distance"].values(), default=0) <= CLOSE
+        pss = result["pss"]
+        listed = ", ".join(f"{engine} {nbytes / 1e6:.0f} MB" for engine, nbytes in pss.items())
+        met = met and max(pss.get("gradwire", 0), pss.get(ALIKE, 0)) <= pss.get("gloo", math.inf)
+        print(f"peak PSS of all ranks together: {listed or 'not measured'}", flush=True)
+        correct = correct and all(result["identical"].values()) and max(result["distance"].values(), default=0) <= CLOSE
     if options.json:
         with open(options.json, "w") as file:
             json.dump(results, file, indent=1)
-    return 1 if not sound else 0 if met else 2
+    return 1 if not correct else 0 if met else 2
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Builds gradwire: with its native core where that can be compiled, without it elsewhere.
+"""Build gradwire with its native core if the core can be compiled, otherwise without it.
 
-A PEP 517 backend in front of scikit-build-core, which does the work. What became of the core, and why, is recorded in
-the package (`gradwire/_build.json`), since pip hides what a build prints: `gradwire.host.native_core` reads it.
+This is a PEP 517 backend around scikit-build-core. pip hides the output of a build. So the backend records in the
+package (`gradwire/_build.json`) whether the core was built, and the reason if it was not. `gradwire.host.native_core`
+reads this record.
 
     GRADWIRE_PURE=1     do not build the core
-    GRADWIRE_STRICT=1   fail rather than do without it; warnings of the compiler are errors
+    GRADWIRE_STRICT=1   fail if the core cannot be built, and treat compiler warnings as errors
 
-An editable installation is a line in a .pth file that names src/; the core is put into src/gradwire itself.
+An editable installation consists of a .pth file that names src/, and of the core in src/gradwire.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ Settings = dict[str, "str | list[str]"] | None
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "gradwire"
 RECORD = "_build.json"
-TEMPLATE = ROOT / "build" / RECORD  # pyproject.toml tells scikit-build-core to put it into the package
+TEMPLATE = ROOT / "build" / RECORD  # scikit-build-core puts it into the package, by a setting in pyproject.toml
 PROBE = "#include <Python.h>\n#include <bit>\n#include <concepts>\nstatic_assert(std::integral<int>);\n"
 
 build_sdist = scikit.build_sdist
 get_requires_for_build_sdist = scikit.get_requires_for_build_sdist
 
 
-# --- the hooks. Metadata is prepared before it is known whether there will be a core, so that none of it is taken over.
+# --- PEP 517 hooks. Metadata is prepared before it is known whether the core can be built. The build does not reuse it.
 
 
 def get_requires_for_build_wheel(settings: Settings = None) -> list[str]:
-    """CMake and ninja, where the machine has none and they would be of use."""
+    """Return CMake and ninja if the machine has none and the core can be built with them."""
     if obstacle():
         return []
     wanted: list[str] = scikit.get_requires_for_build_wheel(settings)
@@ -67,7 +68,7 @@ def build_wheel(directory: str, settings: Settings = None, metadata: str | None 
             return native_wheel(directory, settings)
         except (Exception, SystemExit) as error:
             reason = failure(error)
-    do_without(reason)
+    report_missing_core(reason)
     record(reason)
     return str(scikit.build_wheel(directory, pure(settings)))
 
@@ -82,10 +83,10 @@ def build_editable(directory: str, settings: Settings = None, metadata: str | No
         except (Exception, SystemExit) as error:
             reason = failure(error)
     if reason is not None:
-        do_without(reason)
+        report_missing_core(reason)
     record(reason)
     shutil.copyfile(TEMPLATE, PACKAGE / RECORD)
-    return pointer(Path(directory), settings)
+    return editable_wheel(Path(directory), settings)
 
 
 # --- building
@@ -93,23 +94,26 @@ def build_editable(directory: str, settings: Settings = None, metadata: str | No
 
 def native_wheel(directory: str, settings: Settings) -> str:
     record(None)
-    strict = {"cmake.define.GRADWIRE_STRICT": "ON" if asked_for("GRADWIRE_STRICT") else "OFF"}
+    strict = {"cmake.define.GRADWIRE_STRICT": "ON" if is_set("GRADWIRE_STRICT") else "OFF"}
     return str(scikit.build_wheel(directory, {**strict, **(settings or {})}))
 
 
 def build_in_place(settings: Settings) -> None:
-    """The core into src/gradwire, by way of a wheel. Its build directory stays, so that the next time is quick."""
-    kept = {"build-dir": f"build/{sys.implementation.cache_tag}"}
+    """Build a wheel and copy the core from it into src/gradwire. The build directory is kept for the next build."""
+    build_folder = {"build-dir": f"build/{sys.implementation.cache_tag}"}
     with tempfile.TemporaryDirectory() as directory:
-        wheel = native_wheel(directory, {**kept, **(settings or {})})
+        wheel = native_wheel(directory, {**build_folder, **(settings or {})})
         with zipfile.ZipFile(Path(directory, wheel)) as archive:
             for name in archive.namelist():
                 if name.startswith("gradwire/_native.") and name.endswith(".so"):
                     replace(PACKAGE / Path(name).name, archive.read(name))
 
 
-def pointer(directory: Path, settings: Settings) -> str:
-    """A wheel that only names src/. Scikit-build-core's has a finder that goes before all others, even PYTHONPATH."""
+def editable_wheel(directory: Path, settings: Settings) -> str:
+    """Write a wheel that only adds src/ to the import path, and return its name.
+
+    scikit-build-core's editable wheel installs an import finder that takes precedence over PYTHONPATH.
+    """
     with tempfile.TemporaryDirectory() as prepared:
         described = Path(prepared, prepare_metadata_for_build_editable(prepared, settings))
         files = {
@@ -135,7 +139,7 @@ def digest(content: bytes) -> str:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Never write into a library that a process may have loaded."""
+    """Replace a library by a new file. Writing into the old one would change it in processes that have loaded it."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(content)
     new.chmod(0o755)
@@ -147,30 +151,30 @@ def pure(settings: Settings) -> dict[str, str | list[str]]:
 
 
 def record(reason: str | None) -> None:
-    """What the package will say about its core; as a template, in which $ means something."""
+    """Write the record of the build. It is a template for scikit-build-core, so $ is escaped."""
     TEMPLATE.parent.mkdir(exist_ok=True)
     TEMPLATE.write_text(json.dumps({"native": reason is None, "reason": reason}).replace("$", "$$") + "\n", "utf-8")
 
 
-# --- deciding
+# --- decisions
 
 
-def asked_for(variable: str) -> bool:
+def is_set(variable: str) -> bool:
     return os.environ.get(variable, "") not in ("", "0")
 
 
 def obstacle() -> str | None:
-    """Why the core cannot or shall not be built, as far as can be told beforehand."""
-    if asked_for("GRADWIRE_PURE"):
+    """Return why the core cannot or must not be built, or None if nothing speaks against an attempt."""
+    if is_set("GRADWIRE_PURE"):
         return "GRADWIRE_PURE was set when gradwire was installed"
     if sys.platform != "linux":
-        return f"the core is for Linux, and this is {sys.platform}"
+        return f"the core needs Linux, and this is {sys.platform}"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     if not headers.exists():
-        return f"Python's headers are missing ({headers}): apt install python3-dev, or what your system calls it"
+        return f"Python's headers are missing ({headers}): apt install python3-dev, or your system's package for them"
     compiler = shlex.split(os.environ.get("CXX", "")) or first_on_path("c++", "g++", "clang++")
     if not compiler:
-        return "there is no C++ compiler (c++, g++ or clang++): apt install g++, or what your system calls it"
+        return "there is no C++ compiler (c++, g++ or clang++): apt install g++, or your system's package for it"
     return compiler_obstacle(compiler, headers.parent)
 
 
@@ -183,8 +187,8 @@ def compiler_obstacle(compiler: list[str], headers: Path) -> str | None:
     if done.returncode == 0:
         return None
     print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-    said = next((line for line in done.stderr.splitlines() if "error" in line), f"it exits with {done.returncode}")
-    return f"{shlex.join(compiler)} does not compile C++20 with Python's headers: {said}"
+    message = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+    return f"{shlex.join(compiler)} does not compile C++20 with Python's headers: {message}"
 
 
 def first_on_path(*names: str) -> list[str]:
@@ -192,9 +196,14 @@ def first_on_path(*names: str) -> list[str]:
 
 
 def obtainable(packages: list[str]) -> bool:
-    """Whether pip can get them ready-made: asking in vain makes the whole installation fail. uv has no pip to ask."""
+    """Return whether pip can install binary packages of these.
+
+    If the backend required a package that cannot be installed, the whole installation would fail. uv's environments
+    have no pip; then the packages are assumed to be installable.
+    """
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # this build's own packages
+    # PYTHONPATH names the packages of this isolated build, which must not influence pip.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if subprocess.run([*pip, "--version"], env=environ, capture_output=True, check=False).returncode != 0:
         return True
     dry = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--only-binary", ":all:", "--timeout", "15"]
@@ -204,19 +213,19 @@ def obtainable(packages: list[str]) -> bool:
 def failure(error: BaseException) -> str:
     kind = type(error).__name__
     if kind == "CMakeNotFoundError" or (isinstance(error, Exception) and "Could not find CMake" in str(error)):
-        return "there is no CMake, and pip cannot get it: apt install cmake"
+        return "CMake is missing, and pip cannot install it: apt install cmake"
     if isinstance(error, SystemExit):
-        return "its compilation failed; pip install -v shows how"
+        return "its compilation failed; `pip install -v` shows the errors"
     return f"its compilation failed: {kind}: {error}"
 
 
-def do_without(reason: str) -> None:
-    """Say it, for those who watch; refuse it to those who asked for strictness."""
+def report_missing_core(reason: str) -> None:
+    """Print why there is no core. With GRADWIRE_STRICT, fail, unless GRADWIRE_PURE asked for it."""
     print(f"gradwire: no native core, {reason}", file=sys.stderr)
-    if asked_for("GRADWIRE_STRICT") and not asked_for("GRADWIRE_PURE"):
-        raise SystemExit(f"gradwire: GRADWIRE_STRICT is set, but there would be no native core: {reason}")
+    if is_set("GRADWIRE_STRICT") and not is_set("GRADWIRE_PURE"):
+        raise SystemExit(f"gradwire: GRADWIRE_STRICT is set, but the native core cannot be built: {reason}")
 
 
-if __name__ == "__main__":  # what to install before an installation without build isolation
+if __name__ == "__main__":  # print the packages that an installation without build isolation needs first
     os.chdir(ROOT)
     print(*get_requires_for_build_editable(), sep="\n")

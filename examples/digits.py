@@ -1,25 +1,27 @@
-"""Several processes train one network in step, and prove it.
+"""Train one network on several processes with NumPy, and check that all ranks hold the same weights.
 
     gradwire run -n 4 examples/digits.py               # four ranks on this machine
     python examples/digits.py                          # one rank: the same script, the same result
     gradwire run -n 4 examples/digits.py --epochs 10   # shorter
     gradwire run -n 4 examples/digits.py --tamper 2    # rank 2 changes one bit at the end: the check names it
-    gradwire run -n 4 --min 2 --restarts 1 examples/digits.py --lose 2   # rank 2 dies half-way: the others go on
+    gradwire run -n 4 --min 2 --restarts 1 examples/digits.py --lose 2   # rank 2 dies half-way: the others continue
 
-Data-parallel training in NumPy, nothing hidden: every rank holds the whole network and sees its own share of each
-batch; the gradients are summed over the ranks, so that every rank takes the same step. A mean weighted by samples needs
-no special case: sum the gradients *and* the number of samples, then divide. So uneven batches come out right, too.
+This is data-parallel training without a framework. Every rank holds the whole network and computes its share of each
+batch. The gradients are summed over the ranks, so every rank takes the same step. Batches that cannot be divided evenly
+need no special case: the ranks sum the gradients *and* the number of samples, and then divide.
 
-A step is committed when all ranks have done it. If one dies, the others notice, do the interrupted step again and share
-out the same global batches among fewer; a worker that comes instead of the lost one gets the state from a peer.
+A step is committed when all ranks have completed it. If a rank dies, the others notice it, repeat the interrupted step
+and divide the same global batches among fewer ranks. A worker that replaces the lost one receives the state from
+another rank.
 
-At the end the ranks compare digests of their weights, and rank 0 trains once more, alone, on the same global batches.
-The exit code is 0 only if the weights are identical bits on all ranks, within TOLERANCE of the lone run's (float32 sums
-round differently in another order), and good enough at reading digits.
+At the end the ranks compare digests of their weights, and rank 0 trains again in a single process on the same global
+batches. The exit code is 0 only if the weights have the same bits on all ranks, if they are within TOLERANCE of those
+of the single process (float32 sums round differently in another order), and if the accuracy is high enough.
 
 The images are from the UCI repository (see data/README.md). A random fifth is held out for testing: digits that the
-network has never seen, by people whose other digits it has. This split is a kind one (98.9 %): over 20 random splits
-the accuracy is 97.2 % on average and 96.1 % at worst; on the file's last fifth, by people it has not seen, about 92 %.
+network has never seen, by people whose other digits it has seen. This split is an easy one (98.9 %). Over 20 random
+splits the accuracy is 97.2 % on average and 96.1 % at worst. On the file's last fifth, by people that the network has
+not seen, it is about 92 %.
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ import gradwire as gw
 from gradwire.training import Sampler
 
 Array = NDArray[np.float32]
-Data = tuple[Array, NDArray[np.int64]]  # images, one a row, and which digit each shows
+Data = tuple[Array, NDArray[np.int64]]  # images, one per row, and the digit that each shows
 Tensors = dict[str, Array]
 Losses = Iterator[tuple[int, float]]
 
 FILE = Path(__file__).parent / "data" / "digits.csv.gz"
 TESTED = 360  # images held out
 HIDDEN = 64
-BATCH = 100  # samples in a step, of all ranks together
+BATCH = 100  # samples per step, over all ranks
 RATE = 0.1
 MOMENTUM = 0.9
 TOLERANCE = 1e-4
@@ -61,7 +63,7 @@ TOLERANCE = 1e-4
 
 
 def load() -> tuple[Data, Data]:
-    """What to train on and what to test with; the same split on all ranks, whatever the seed."""
+    """Return the training data and the test data. The split is the same on all ranks and for every seed."""
     table = np.loadtxt(FILE, delimiter=",", dtype=np.float32)
     table = table[Sampler(len(table), rank=0, size=1, seed=1998).epoch(0)]
     images, labels = table[:, :64] / np.float32(16), table[:, 64].astype(np.int64)
@@ -82,7 +84,7 @@ def random_weights(*seed: int) -> Tensors:
 
 
 def forward(weights: Tensors, images: Array) -> tuple[Array, Array]:
-    """The hidden layer's values, and the logarithm of each digit's probability."""
+    """Return the values of the hidden layer, and the logarithm of each digit's probability."""
     hidden = np.maximum(images @ weights["hidden.weight"] + weights["hidden.bias"], 0)
     scores = hidden @ weights["output.weight"] + weights["output.bias"]
     scores -= scores.max(axis=1, keepdims=True)
@@ -90,19 +92,19 @@ def forward(weights: Tensors, images: Array) -> tuple[Array, Array]:
 
 
 def gradient_sums(weights: Tensors, data: Data) -> Tensors:
-    """The sums over these samples (perhaps none) of the gradients, of the loss and of 1."""
+    """Return the sums of the gradients and of the loss over these samples, and their number, which may be 0."""
     images, labels = data
     hidden, logs = forward(weights, images)
-    here = np.arange(len(labels)), labels
+    targets = np.arange(len(labels)), labels
     errors = np.exp(logs)
-    errors[here] -= 1
-    behind = (errors @ weights["output.weight"].T) * (hidden > 0)
+    errors[targets] -= 1
+    hidden_errors = (errors @ weights["output.weight"].T) * (hidden > 0)
     return {
-        "hidden.weight": images.T @ behind,
-        "hidden.bias": behind.sum(axis=0),
+        "hidden.weight": images.T @ hidden_errors,
+        "hidden.bias": hidden_errors.sum(axis=0),
         "output.weight": hidden.T @ errors,
         "output.bias": errors.sum(axis=0),
-        "loss": np.array([-logs[here].sum()], np.float32),
+        "loss": np.array([-logs[targets].sum()], np.float32),
         "samples": np.array([len(labels)], np.float32),
     }
 
@@ -112,11 +114,11 @@ def count_correct(weights: Tensors, data: Data) -> int:
     return int((forward(weights, images)[1].argmax(axis=1) == labels).sum())
 
 
-# ── training: the one call that knows of other ranks is `over_all_ranks` ─────────────────────────────────────────────
+# ── training: the only call that involves other ranks is `all_reduce_named` ──────────────────────────────────────────
 
 
 def take_step(weights: Tensors, velocity: Tensors, sums: Tensors) -> None:
-    """Move the weights, in place; `sums` are those of all ranks."""
+    """Update the weights in place. `sums` are the sums over all ranks."""
     for name, weight in weights.items():
         velocity[name] *= MOMENTUM
         velocity[name] += sums[name] / sums["samples"]
@@ -124,19 +126,19 @@ def take_step(weights: Tensors, velocity: Tensors, sums: Tensors) -> None:
 
 
 def train(run: gw.Elastic, weights: Tensors, velocity: Tensors, data: Data, options: argparse.Namespace) -> Losses:
-    """Yields the epochs as they end, and the mean loss of each; whatever happens to other ranks in between."""
+    """Train, also if other ranks are lost, and yield the number and the mean loss of each epoch when it ends."""
     images, labels = data
     loss = samples = 0.0
     total = options.epochs * len(range(0, len(images), BATCH))
-    fate = Fate(options.lose, total // 2)
+    loss_plan = PlannedLoss(options.lose, total // 2)
     for step in run.steps(total):
-        with step, fate.watched(run, step):
+        with step, loss_plan.watched(run, step):
             sampler = Sampler(len(images), rank=run.group.rank, size=run.group.size, seed=options.seed)
-            mine = sampler.batch(step.index, BATCH)
-            sums = run.group.all_reduce_named(gradient_sums(weights, (images[mine], labels[mine])))
-            take_step(weights, velocity, sums)  # nothing that can break comes after the first change
+            share = sampler.batch(step.index, BATCH)
+            sums = run.group.all_reduce_named(gradient_sums(weights, (images[share], labels[share])))
+            take_step(weights, velocity, sums)  # last: after the state has changed, nothing may fail
         if not step.committed:
-            continue  # a rank was lost meanwhile
+            continue  # a rank was lost, so this step is repeated
         loss += float(sums["loss"][0])
         samples += float(sums["samples"][0])
         if (run.committed + 1) % sampler.steps(BATCH) == 0:
@@ -144,8 +146,8 @@ def train(run: gw.Elastic, weights: Tensors, velocity: Tensors, data: Data, opti
             loss = samples = 0.0
 
 
-def train_alone(data: Data, options: argparse.Namespace) -> Tensors:
-    """The weights of a run in one process on the same global batches, from what rank 0 began with."""
+def train_single(data: Data, options: argparse.Namespace) -> Tensors:
+    """Return the weights of a run in one process, with the same global batches and rank 0's initial weights."""
     images, labels = data
     weights = random_weights(options.seed, 0)
     velocity = {name: np.zeros_like(weight) for name, weight in weights.items()}
@@ -156,15 +158,15 @@ def train_alone(data: Data, options: argparse.Namespace) -> Tensors:
     return weights
 
 
-# ── a death on purpose ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── a planned loss ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Fate:
-    """Kills the process of one rank at a given step, and lets the others tell when they noticed."""
+class PlannedLoss:
+    """Kills the process of one rank at a given step. The other ranks print when they noticed it."""
 
     def __init__(self, victim: int | None, at: int) -> None:
         self.victim, self.at = victim, at
-        self.killed_at = self.went_on_at = 0.0
+        self.killed_at = self.continued_at = 0.0
 
     @contextlib.contextmanager
     def watched(self, run: gw.Elastic, step: gw.Step) -> Iterator[None]:
@@ -179,17 +181,17 @@ class Fate:
             milliseconds = 1000 * (time.monotonic() - self.killed_at)
             print(f"rank {run.group.rank} noticed after {milliseconds:.0f} ms: {lost}", flush=True)
             raise
-        if self.killed_at and not self.went_on_at and run.group.generation > 1:
-            self.went_on_at = time.monotonic()
-            rank, size, seconds = run.group.rank, run.group.size, self.went_on_at - self.killed_at
-            print(f"now rank {rank} of {size}: step {step.index} went on {seconds:.2f} s after the loss", flush=True)
+        if self.killed_at and not self.continued_at and run.group.generation > 1:
+            self.continued_at = time.monotonic()
+            rank, size, seconds = run.group.rank, run.group.size, self.continued_at - self.killed_at
+            print(f"now rank {rank} of {size}: completed step {step.index} {seconds:.2f} s after the loss", flush=True)
 
 
-# ── looking at it ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Display:
-    """A moving bar on a terminal; through a pipe (as under `gradwire run`) the bar is a new line now and then."""
+    """A progress bar on a terminal. In a pipe, as under `gradwire run`, it prints about ten lines instead."""
 
     def __init__(self, console: Console, epochs: int) -> None:
         self.console, self.epochs, self.moving = console, epochs, console.file.isatty()
@@ -217,20 +219,20 @@ class Display:
 
 
 def picture(weights: Tensors, data: Data) -> str:
-    """Six images with what the network reads in them; up to three that it gets wrong come last."""
+    """Return six images with the network's answers. Up to three wrong answers come last."""
     images, labels = data
     read = forward(weights, images)[1].argmax(axis=1)
     wrong = np.flatnonzero(read != labels)[:3]
     shown = [*np.flatnonzero(read == labels)[: 6 - len(wrong)], *wrong]
     lines = []
-    for top in range(0, 8, 2):  # a character is two pixels high
+    for top in range(0, 8, 2):  # one character shows two pixels, one above the other
         pairs = (images[i].reshape(8, 8)[top : top + 2] > 0.4 for i in shown)
         lines.append("   ".join("".join(" ▀▄█"[upper + 2 * lower] for upper, lower in pair.T) for pair in pairs))
     words = (f"{read[i]}" if read[i] == labels[i] else f"{read[i]}, is {labels[i]}" for i in shown)
     return "\n".join([*lines, "   ".join(f"{word:^8}" for word in words)])
 
 
-# ── the proofs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def digests(weights: Tensors) -> dict[str, str]:
@@ -242,37 +244,41 @@ def short(digests: dict[str, str]) -> str:
 
 
 def find_differing(of_ranks: list[dict[str, str]]) -> list[str]:
-    """Which tensors on which ranks are not what most ranks hold."""
+    """Return the tensors, with their ranks, that differ from those of most ranks."""
     usual = {name: Counter(own[name] for own in of_ranks).most_common(1)[0][0] for name in of_ranks[0]}
     return [f"{name} on rank {rank}" for rank, own in enumerate(of_ranks) for name in own if own[name] != usual[name]]
 
 
 def claims(weights: Tensors, of_ranks: list[dict[str, str]], options: argparse.Namespace) -> list[tuple[bool, str]]:
-    """What this run should show, and whether it does; `of_ranks` are the digests of all ranks."""
+    """Return the claims about this run, and whether each holds. `of_ranks` are the digests of all ranks."""
     data, test = load()
-    lone = train_alone(data, options)
-    distance = max(float(np.abs(weights[name] - lone[name]).max()) for name in weights)
-    accuracy, lone_accuracy = count_correct(weights, test) / TESTED, count_correct(lone, test) / TESTED
+    single = train_single(data, options)
+    distance = max(float(np.abs(weights[name] - single[name]).max()) for name in weights)
+    accuracy, single_accuracy = count_correct(weights, test) / TESTED, count_correct(single, test) / TESTED
     wrong = find_differing(of_ranks)
     return [
         (
             not wrong,
-            f"the same bits on every rank ({len(of_ranks)})" if not wrong else f"other bits: {', '.join(wrong)}",
+            f"the same bits on every rank ({len(of_ranks)})" if not wrong else f"different bits: {', '.join(wrong)}",
         ),
         (distance <= TOLERANCE, f"at most {distance:.1e} from a single process's weights (allowed: {TOLERANCE:.0e})"),
-        (accuracy >= options.target, f"{accuracy:.1%} of {TESTED} test images right (wanted: {options.target:.0%})"),
-        (abs(accuracy - lone_accuracy) < 0.01, f"{lone_accuracy:.1%} right in a single process"),
+        (
+            accuracy >= options.target,
+            f"{accuracy:.1%} of {TESTED} test images correct (required: {options.target:.0%})",
+        ),
+        (abs(accuracy - single_accuracy) < 0.01, f"{single_accuracy:.1%} correct in a single process"),
     ]
 
 
-# ── the whole ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── main program ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def go(options: argparse.Namespace, console: Console) -> bool:
-    """Train, compare, and say on every rank whether all is well."""
+def run_example(options: argparse.Namespace, console: Console) -> bool:
+    """Train, run the checks, and return on every rank whether all claims hold."""
     data, test = load()
 
-    # Every rank draws weights of its own; with the first step all take over those of rank 0, or of one that is ahead.
+    # Every rank draws its own weights. In the first step all ranks receive those of rank 0, or of a rank that has
+    # already completed steps.
     with gw.init() as group:
         weights = random_weights(options.seed, group.rank)
         velocity = {name: np.zeros_like(weight) for name, weight in weights.items()}
@@ -282,14 +288,14 @@ def go(options: argparse.Namespace, console: Console) -> bool:
             + (f"; joins generation {group.generation}" if group.generation > 1 else "")
         )
 
-        # Train. Rank 0 shows how it goes.
+        # Train. Rank 0 prints the progress.
         display = Display(console, options.epochs) if group.rank == 0 else None
         with display or contextlib.nullcontext():
             for epoch, loss in train(run, weights, velocity, data, options):
                 if display:
                     display.show(epoch, loss, accuracy=count_correct(weights, test) / TESTED)
 
-        # Compare. Every rank says what it holds and hears it from all; rank 0 judges and tells the rest.
+        # Check. All ranks exchange the digests of their weights. Rank 0 evaluates the claims and broadcasts the result.
         group = run.group
         if group.rank == options.tamper:
             weights["output.bias"].view(np.uint32)[3] ^= 1
@@ -304,15 +310,15 @@ def go(options: argparse.Namespace, console: Console) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train a network on handwritten digits, in step on all ranks.")
-    parser.add_argument("--epochs", type=int, default=80)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description="Train a network on handwritten digits, in parallel on all ranks.")
+    parser.add_argument("--epochs", type=int, default=80, help="passes over the data (default: 80)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the batches (default: 0)")
     parser.add_argument("--target", type=float, default=0.95, help="the accuracy to reach, 0 to 1 (default: 0.95)")
     parser.add_argument("--tamper", type=int, metavar="RANK", help="let this rank change one bit of its weights")
     parser.add_argument("--lose", type=int, metavar="RANK", help="kill this rank half-way (needs an elastic job)")
     options = parser.parse_args()
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 110)
-    return 0 if go(options, console) else 1
+    return 0 if run_example(options, console) else 1
 
 
 if __name__ == "__main__":

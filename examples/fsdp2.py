@@ -1,11 +1,12 @@
-"""FSDP2 on gradwire: each rank holds a share of weights and optimizer's state, and a checkpoint brings them back.
+"""Train with FSDP2 on gradwire: each rank holds a shard of the weights and of the optimizer's state.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
     gradwire run -n 2 examples/fsdp2.py
 
-The same functions as on any other backend: `fully_shard` gathers the weights of a layer before it is used and scatters
-the gradients after it; `torch.distributed.checkpoint` writes each rank's share. Here the training is interrupted
-half-way, goes on in a new model from the checkpoint, and must end with the weights of a run without interruption.
+The script uses the same functions as on any other backend. `fully_shard` gathers the weights of a layer before they are
+used, and reduces and scatters the gradients afterwards. `torch.distributed.checkpoint` writes the shard of each rank.
+The script saves a checkpoint half-way, continues from it in a new model, and checks that the new model ends with the
+same weights as the first one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> float:
-    """Each rank sees its own samples; which ones, the step alone decides."""
+    """Train for some steps and return the last loss. The step and the rank determine the samples."""
     loss = torch.zeros(())
     for step in steps:
         random = torch.Generator().manual_seed(1000 * step + dist.get_rank())
@@ -53,8 +54,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> f
     return float(loss.item())
 
 
-def whole(model: nn.Module) -> Tensor:
-    """All weights, gathered from their shards."""
+def full_weights(model: nn.Module) -> Tensor:
+    """Return all weights, gathered from their shards."""
     shards: list[Any] = list(model.parameters())
     return torch.cat([shard.full_tensor().detach().flatten() for shard in shards])
 
@@ -71,28 +72,28 @@ def main() -> int:
     first = train(model, optimizer, range(STEPS // 2))
     weights, state = get_state_dict(model, optimizer)
     written = dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
-    written.result()  # it could go on training meanwhile
+    written.result()  # a real program would train meanwhile
     last = train(model, optimizer, range(STEPS // 2, STEPS))
 
-    again, its_optimizer = build()
-    weights, state = get_state_dict(again, its_optimizer)
+    restored, its_optimizer = build()
+    weights, state = get_state_dict(restored, its_optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
-    set_state_dict(again, its_optimizer, model_state_dict=weights, optim_state_dict=state)
-    train(again, its_optimizer, range(STEPS // 2, STEPS))
+    set_state_dict(restored, its_optimizer, model_state_dict=weights, optim_state_dict=state)
+    train(restored, its_optimizer, range(STEPS // 2, STEPS))
 
     shards: list[Any] = list(model.parameters())
     held = sum(shard.to_local().numel() for shard in shards)
-    alike = torch.equal(whole(model), whole(again))
+    identical = torch.equal(full_weights(model), full_weights(restored))
     if dist.get_rank() == 0:
-        print(f"each of {dist.get_world_size()} ranks holds {held} of {whole_size(model)} weights", flush=True)
-        print(f"loss {first:.2f} half-way, {last:.2f} in the end", flush=True)
-        print(f"from the checkpoint the weights come out {'the same' if alike else 'DIFFERENT'}", flush=True)
+        print(f"rank 0 of {dist.get_world_size()} holds {held} of {count_weights(model)} weights", flush=True)
+        print(f"loss {first:.2f} half-way, {last:.2f} at the end", flush=True)
+        print(f"the model from the checkpoint ends with {'the same' if identical else 'DIFFERENT'} weights", flush=True)
         shutil.rmtree(str(folder[0]))
     dist.destroy_process_group()
-    return 0 if alike and last < first else 1
+    return 0 if identical and last < first else 1
 
 
-def whole_size(model: nn.Module) -> int:
+def count_weights(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -74,7 +74,7 @@ def no_compiler(directory: Path) -> str:
     ("environ", "reason"),
     [
         ({"GRADWIRE_PURE": "1"}, "GRADWIRE_PURE was set"),
-        ({"CXX": "/bin/false"}, "/bin/false does not compile C++20 with Python's headers: it exits with 1"),
+        ({"CXX": "/bin/false"}, "/bin/false does not compile C++20 with Python's headers: exit code 1"),
         ({"CXX": "/no/such/compiler -O2"}, "/no/such/compiler -O2 does not run"),
         ({"PATH": "nothing"}, "there is no C++ compiler"),
         ({"PATH": "nothing", "CXX": "c++ --no-such-option"}, "c++ --no-such-option does not run"),
@@ -105,13 +105,13 @@ def test_build_wheel_with_a_failing_cmake_is_pure(tree: Path, tmp_path: Path) ->
     name = result_of(hook(tree, f"build_wheel({str(tmp_path)!r})"))
     with zipfile.ZipFile(tmp_path / name) as wheel:
         record = json.loads(wheel.read("gradwire/_build.json"))
-    assert record == {"native": False, "reason": "its compilation failed; pip install -v shows how"}
+    assert record == {"native": False, "reason": "its compilation failed; `pip install -v` shows the errors"}
 
 
 def test_build_wheel_with_gradwire_strict_and_no_core_fails(tree: Path, tmp_path: Path) -> None:
     done = hook(tree, f"build_wheel({str(tmp_path)!r})", CXX="/bin/false", GRADWIRE_STRICT="1")
     assert done.returncode != 0
-    assert "GRADWIRE_STRICT is set, but there would be no native core" in done.stderr
+    assert "GRADWIRE_STRICT is set, but the native core cannot be built" in done.stderr
     assert not list(tmp_path.glob("*.whl"))
 
 

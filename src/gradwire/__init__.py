@@ -5,6 +5,7 @@ Each layer imports only from the layers listed above it. The layers before `grou
 lists its own modules in the same order.
 
     errors        all errors that gradwire raises
+    tracebacks    prints uncaught exceptions without the frames inside gradwire
     events        the tracing point: calls subscribers when a group's operations begin and end
     arrays        NumPy, DLPack and buffers as typed views; the table of dtypes
     wire          the message header and its fingerprint
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
     from gradwire.training.sampler import Sampler
     from gradwire.training.weights import weighted_mean
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Aborted",

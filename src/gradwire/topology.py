@@ -1,8 +1,8 @@
-"""Defines `Topology`: which ranks share a host."""
+"""Defines `Topology`, which ranks share a host, and formats lists of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gradwire.errors import ConfigError, InvalidRank, InvalidSize
@@ -66,3 +66,18 @@ class Topology:
         if not 0 <= rank < self.size:
             raise InvalidRank(f"rank {rank} is not one of 0 … {self.size - 1}", rank=rank)
         return self._host[rank]
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """Ranks as people write them: three or more in a row are a range.
+
+    >>> rank_ranges([3, 2, 0]), rank_ranges([0, 1, 2, 3, 4, 6, 7])
+    ('0, 2, 3', '0-4, 6, 7')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

@@ -1,4 +1,4 @@
-"""What is measured: sizes, counts and bandwidths as nccl-tests has them."""
+"""Cases have the sizes, counts and bandwidths of nccl-tests."""
 
 from __future__ import annotations
 

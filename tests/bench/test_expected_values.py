@@ -1,4 +1,4 @@
-"""Values whose results are known: right ones pass, and whatever can go wrong is seen."""
+"""Expected values: correct results pass, and every kind of wrong result is counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REDUCING = [name for name, kind in COLLECTIVES.items() if kind.reduces]
 
 
 def carried_out(case: Case, inputs: list[Array]) -> list[Array | None]:
-    """The collective by the book: the results by rank."""
+    """Compute a collective with NumPy, and return the results by rank."""
     n, c = case.size, case.count
     fold: Any = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}.get(case.op)
     total = inputs[0]
@@ -68,10 +68,10 @@ def test_values_count_only_wrong_elements(collective: str, count: int) -> None:
         spoiled[-1] += 1
         assert one.wrong(spoiled, 4) == 1
         assert one.wrong_at_ends(spoiled, 4) >= 1
-        assert one.wrong(result[:-1], 4) == 1, "an element is missing"
+        assert one.wrong(result[:-1], 4) == 1, "a missing element must count as wrong"
         if count >= ROW:
-            assert one.wrong(result, 5) > count // 2, "the result of the iteration before"
-            assert one.wrong(np.roll(result, 64), 4) > count // 2, "everything in the wrong place"
+            assert one.wrong(result, 5) > count // 2, "the result of the previous iteration must count as wrong"
+            assert one.wrong(np.roll(result, 64), 4) > count // 2, "a shifted result must count as wrong"
 
 
 @pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype in ITEMSIZE for op in sorted(parse_dtype(dtype).ops)])

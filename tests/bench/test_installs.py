@@ -1,4 +1,4 @@
-"""Other installs of gradwire, found by their interpreters; real ones, in virtual environments without pip."""
+"""Other installs of gradwire are found by their interpreters. The tests use real virtual environments without pip."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire.bench import installs, rivals
 from support.versions import fake_package, interpreter
 
-# This gradwire comes first on PYTHONPATH, where it must not hide the other one.
+# This gradwire is on PYTHONPATH and must not hide the other install.
 ENVIRON = os.environ | {"PYTHONPATH": str(Path(gw.__file__).parents[1])}
 
 
@@ -46,7 +46,7 @@ def broken(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda folder: folder / "bin" / "python", "/bin/python does not exist; give the path of a Python that has"),
         (lambda folder: folder, "is a folder without bin/python; give the path of a Python that has gradwire"),
@@ -60,8 +60,8 @@ def broken(folder: Path) -> Path:
     ],
     ids=["nothing there", "other folder", "not executable", "other program", "without gradwire", "broken gradwire"],
 )
-def test_find_of_no_install_raises_and_says_what_to_do(make: Callable[[Path], Path], said: str, tmp_path: Path) -> None:
-    with pytest.raises(gw.ConfigError, match=said):
+def test_find_without_an_install_raises_with_advice(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+    with pytest.raises(gw.ConfigError, match=message):
         installs.find([str(make(tmp_path))], ENVIRON)
 
 

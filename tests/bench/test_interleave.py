@@ -1,4 +1,4 @@
-"""The order of measurements: fair turns, and engines that cannot run a case are left out."""
+"""The order of measurements: engines take fair turns, and an engine that cannot run a case is left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASE = Case("all_reduce", "float32", "sum", 2, 2)
 
 
 class FakeEngine:
-    """Only notes when it was asked for a block."""
+    """Records each request for a block."""
 
     def __init__(self, name: str, journal: list[tuple[str, int]], pace: float = 0.01, can: bool = True) -> None:
         self.name, self._journal, self._pace, self._can = name, journal, pace, can

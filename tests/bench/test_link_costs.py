@@ -1,4 +1,4 @@
-"""Constants from times."""
+"""Fitting the constants of links to measured times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_fit_of_times_by_the_model_finds_its_constants(ranks: int) -> None:
     constants, misfit = fit("tcp", timings(HERE, ranks, noise=0), ranks)
     assert misfit < 1.05
     assert constants.staged == 0.0
-    per_round = constants.round + 2 * constants.message  # with two ranks only their sum shows
+    per_round = constants.round + 2 * constants.message  # with two ranks, the times determine only this sum
     assert per_round == pytest.approx(HERE.round + 2 * HERE.message, rel=0.3)
     per_byte = constants.sent + constants.received
     assert per_byte == pytest.approx(HERE.sent + HERE.received, rel=0.3)

@@ -1,4 +1,4 @@
-"""A rank of a benchmark: measures and checks, also in environments without gradwire."""
+"""A rank of the benchmark measures and checks, also in environments without gradwire."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = 30.0
 
 
 class SingleRank:
-    """An engine of one rank, whose broadcast does nothing, or what `spoil` does."""
+    """An engine of one rank. Its broadcast calls `spoil`, which does nothing by default."""
 
     rank, size = 0, 1
 
@@ -96,7 +96,7 @@ def test_block_measurer_counts_wrong_elements_in_the_last_result_and_at_the_ends
     assert BlockMeasurer(SingleRank(spoil), barrier).answer(request())["wrong"] == 5
 
 
-def test_block_measurer_with_an_unsupported_case_answers_why(barrier: StartBarrier) -> None:
+def test_block_measurer_with_an_unsupported_case_answers_with_the_reason(barrier: StartBarrier) -> None:
     assert BlockMeasurer(SingleRank(), barrier).answer(request("scatter")) == {"unsupported": "no scatter here"}
 
 
@@ -111,7 +111,7 @@ def test_gradwire_engine_of_a_version_without_a_collective_reports_it_as_unsuppo
         engine.check(Case("sendrecv", "float32", "none", 1, 1))
 
 
-def test_start_barrier_releases_no_rank_before_all_have_come(tmp_path: Path) -> None:
+def test_start_barrier_releases_no_rank_before_all_have_called_it(tmp_path: Path) -> None:
     StartBarrier.create(tmp_path / "barrier", 3)
     passed: list[int] = []
 
@@ -164,7 +164,7 @@ def test_rank_process_ends_when_the_benchmark_closes_its_socket(tmp_path: Path, 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "meet"))
         listener.listen()
-        # In place of mpi4py: a module that hangs, or that cannot be imported.
+        # A fake mpi4py that hangs, or that cannot be imported.
         (tmp_path / "mpi4py.py").write_text(
             "import time\ntime.sleep(1000)\n" if state == "the engine hangs" else "1 / 0\n"
         )

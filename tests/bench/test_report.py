@@ -1,4 +1,4 @@
-"""From blocks to what people read."""
+"""Reports: figures, ratios, tables and JSON from measured blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def blocks(*times: float, wrong: int = 0) -> list[Block]:
 
 
 def result(**engines: list[Block]) -> Result:
-    return Result(CASE, {name.replace("_", "-"): taken for name, taken in engines.items()})
+    return Result(CASE, {name.replace("_", "-"): measured for name, measured in engines.items()})
 
 
 def test_figures_of_blocks_are_those_of_nccl_tests() -> None:
@@ -59,7 +59,7 @@ def test_ratios_without_gradwire_are_empty() -> None:
 
 def test_lines_have_their_columns_below_the_heading() -> None:
     measured = result(gradwire=blocks(100, 200, 300), gloo=blocks(200, 800, 600))
-    measured.unsupported["mpich"] = "MPI has no mean"
+    measured.unsupported["mpich"] = "MPI does not support mean"
     engines = ["gradwire", "gloo", "mpich"]
     rival = "     1048576      262144    float32    sum      600.00    1.748    2.621       0  gloo        "
     assert [*heading(engines), *lines(measured, engines)] == [
@@ -67,11 +67,11 @@ def test_lines_have_their_columns_below_the_heading() -> None:
         "#        (B)  (elements)                          (us)   (GB/s)   (GB/s)",
         "     1048576      262144    float32    sum      200.00    5.243    7.864       0  gradwire",
         f"{rival}    2.00  (2.00 … 4.00)",
-        "#  mpich: MPI has no mean",
+        "#  mpich: MPI does not support mean",
     ]
     assert heading(["gradwire"])[0] == HEADING
-    alone = list(lines(result(gradwire=blocks(100)), ["gradwire"]))
-    assert alone == ["     1048576      262144    float32    sum      100.00   10.486   15.729       0"]
+    single = list(lines(result(gradwire=blocks(100)), ["gradwire"]))
+    assert single == ["     1048576      262144    float32    sum      100.00   10.486   15.729       0"]
 
 
 def test_summary_has_a_row_for_each_rival() -> None:

@@ -1,4 +1,4 @@
-"""Where the other engines are, how they are installed, and how they are started. Nothing is installed here."""
+"""Finding, installing and starting the other engines. These tests install nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.bench.rivals import INSTALLABLE, RIVALS
 
 
 def made(place: Path, rival: rivals.Rival) -> None:
-    """An environment as it is after an installation."""
+    """Create an environment that looks like an installed one."""
     (place / "bin").mkdir(parents=True)
     (place / "bin" / "python").touch()
     (place / "installed.json").write_text(json.dumps(rivals.recipe(rival)))
@@ -56,17 +56,17 @@ def test_find_of_gloo_with_torch_beside_gradwire_returns_this_interpreter(
         rivals.find(RIVALS["gloo"], environ)
 
 
-def test_install_over_an_incomplete_or_stale_environment_makes_it_anew(
+def test_install_over_an_incomplete_or_stale_environment_creates_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr(rivals, "run_reporting", lambda command, problem, progress: ran.append(command))
     environ, place = {"XDG_CACHE_HOME": str(tmp_path)}, tmp_path / "gradwire" / "rivals" / "mpich"
-    made(place, RIVALS["impi"])  # not its recipe
+    made(place, RIVALS["impi"])  # another recipe
     (place / "old").touch()
 
     def progress(line: str) -> None:
-        if line.startswith("making"):
+        if line.startswith("creating"):
             (place / "bin").mkdir(parents=True)
             (place / "bin" / "python").touch()
 
@@ -75,7 +75,7 @@ def test_install_over_an_incomplete_or_stale_environment_makes_it_anew(
     assert [command[1:3] for command in ran] == [["-m", "venv"], ["-m", "pip"], ["-I", "-c"]]
     assert ran[1][-4:] == ["mpich", "mpi4py>=4.1", "numpy", "ml_dtypes"]
     rivals.install("mpich", environ, progress)
-    assert len(ran) == 3, "it was there already"
+    assert len(ran) == 3, "a complete environment must be kept"
 
 
 def test_run_reporting_of_a_failing_command_raises_with_its_output() -> None:
@@ -88,7 +88,7 @@ def test_run_reporting_of_a_failing_command_raises_with_its_output() -> None:
 
 def test_install_into_an_unwritable_cache_directory_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(gw.TransportError, match=r"cannot write to .*file/gradwire/rivals: .*XDG_CACHE_HOME moves it"):
+    with pytest.raises(gw.TransportError, match=r"cannot write to .*file/gradwire/rivals: .*set XDG_CACHE_HOME"):
         rivals.install("mpich", {"XDG_CACHE_HOME": str(tmp_path / "file")}, print)
 
 
@@ -104,7 +104,7 @@ def test_install_into_an_unwritable_cache_directory_names_it(tmp_path: Path) -> 
         ("impi", 2, "I_MPI_FABRICS=shm I_MPI_THREAD_YIELD=2"),
     ],
 )
-def test_settings_of_a_rival_lists_all_beyond_its_defaults(name: str, cores: int, expected: str) -> None:
+def test_settings_of_a_rival_lists_all_that_differ_from_its_defaults(name: str, cores: int, expected: str) -> None:
     assert commands.settings_of(RIVALS[name], 4, cores) == expected
 
 

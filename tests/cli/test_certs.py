@@ -23,7 +23,7 @@ def test_certs_writes_authority_certificates_and_keys(tmp_path: Path) -> None:
         f"{where}/ca.pem {where}/ca.key",
         f"{where}/a.pem {where}/a.key",
         f"{where}/b.pem {where}/b.key",
-        f"# for job digits; the key {where}/ca.key stays here",
+        f"# for job digits; keep {where}/ca.key on this machine",
         "# on b, for example:",
         "export GRADWIRE_TLS_CA=ca.pem GRADWIRE_TLS_CERT=b.pem GRADWIRE_TLS_KEY=b.key",
     ]

@@ -69,7 +69,7 @@ def children(pid: int) -> list[Watched]:
 
 
 def address_of(run: subprocess.Popen[str]) -> str:
-    """Where the job of a launcher can be joined."""
+    """The address at which the job of a launcher can be joined."""
     assert run.stderr is not None
     welcome = run.stderr.readline()
     found = re.search(r"gradwire join (\S+) train.py", welcome)
@@ -93,7 +93,7 @@ def test_elastic_run_lost_worker_is_replaced_and_the_result_is_the_same(start: S
     assert re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL .*; worker 2 \(pid \d+\) takes its place", err), err
     assert "(restart 1 of 2)" in err
     assert "gradwire: the job ended well, with " in err
-    assert "[0] done 60.0 59\n" in out  # the other one may have come too late
+    assert "[0] done 60.0 59\n" in out  # the replacement may have started too late
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -116,7 +116,7 @@ FOREVER = """
 def test_elastic_run_again_in_the_same_log_folder_starts_a_new_training(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the same name too; what the first one wrote is kept, and apart."""
+    """Also under the same job name; the logs of the first run are kept in a subfolder."""
     monkeypatch.setenv("GRADWIRE_JOB", "digits")
     written(tmp_path, TRAIN + STEPS, "train.py")
     first = finish(start("run", "--min", "1", "-n", "2", "--log-dir", "logs", "train.py"))
@@ -133,7 +133,7 @@ def test_elastic_run_again_in_the_same_log_folder_starts_a_new_training(
 def test_elastic_run_after_a_killed_launcher_starts_at_the_same_port(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the same port and in the same folder, while the guard may still be ending what the first one has started."""
+    """At the same port and in the same folder, while the guard may still be ending processes of the first launcher."""
     monkeypatch.setenv("GRADWIRE_JOB", "digits")
     listen = f"127.0.0.1:{free_port()}"
     options = ("run", "--min", "1", "-n", "2", "--listen", listen, "--log-dir", "logs")
@@ -190,7 +190,7 @@ def test_elastic_run_user_secret_is_in_no_process_environment(start: Start, tmp_
     written(tmp_path, TRAIN + FOREVER, "train.py")
     run = start("run", "--min", "1", "train.py")
     assert run.stdout is not None
-    assert run.stdout.readline() == "[0] trains 1\n"  # they found the secret themselves
+    assert run.stdout.readline() == "[0] trains 1\n"  # the workers read the secret from this user's file
     secret = (tmp_path / "gradwire" / "secret").read_bytes().strip()
     environments = [Path(f"/proc/{child.pid}/environ").read_bytes() for child in children(run.pid)]
     assert len(environments) == 3
@@ -211,7 +211,7 @@ def test_elastic_run_given_token_is_passed_to_the_workers(
 def test_join_with_a_token_keeps_the_leases_of_the_workers(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For longer than a lease; then a third one gets into the same training."""
+    """For longer than a lease lasts; then a third worker joins the same training."""
     monkeypatch.setenv("GRADWIRE_JOB", "digits")
     train = """
     for step in run.steps(10**9):
@@ -253,7 +253,7 @@ def test_join_with_a_token_keeps_the_leases_of_the_workers(
 )
 def test_join_accepts_options_before_and_after_the_address(arguments: list[str], start: Start, tmp_path: Path) -> None:
     written(tmp_path, "import sys\nprint(sys.argv[1:])\n", "script.py")
-    address = f"127.0.0.1:{free_port()}"  # the script asks for no coordinator
+    address = f"127.0.0.1:{free_port()}"  # the script does not call gw.init()
     code, out, err = finish(start("join", *(address if one == "ADDRESS" else one for one in arguments)))
     assert (code, sorted(out.splitlines())) == (0, [f"[{n}] ['-n', '7', '--help']" for n in range(2)]), err
 
@@ -293,14 +293,14 @@ def test_elastic_run_killed_coordinator_is_restarted_and_the_job_ends(start: Sta
     assert (code, sorted(out.splitlines())) == (0, ["[0] done 100.0", "[1] done 100.0"]), err
     assert {"coordinator.log", "worker-0.log", "worker-1.log"} <= {path.name for path in (tmp_path / "logs").iterdir()}
     assert re.search(r"chaos: killed the coordinator \(pid (\d+)\) at 2\.\d s\n", err), err
-    assert re.search(r"gradwire: the coordinator \(pid (\d+)\) was killed by chaos; it is started anew\n", err), err
+    assert re.search(r"gradwire: the coordinator \(pid (\d+)\) was killed by chaos; it is restarted\n", err), err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_elastic_run_interrupted_or_killed_leaves_no_process(
     number: signal.Signals, start: Start, tmp_path: Path
 ) -> None:
-    """By Ctrl-C, or if the launcher is killed: neither a worker nor the coordinator."""
+    """Neither a worker nor the coordinator is left, after Ctrl-C and after the launcher was killed."""
     written(tmp_path, "import signal\nprint('ready')\nsignal.pause()\n", "train.py")
     run = start("run", "--min", "2", "train.py")
     assert run.stdout is not None

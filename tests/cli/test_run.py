@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def processes_of(run: subprocess.Popen[str], count: int) -> list[Watched]:
-    """What `ready()` has told, of so many ranks."""
+    """The processes whose pids `ready()` has printed on `count` ranks."""
     assert run.stdout is not None
     lines = [run.stdout.readline().split() for _ in range(count)]
     assert all(line[1] == "ready" for line in lines), lines
@@ -97,8 +98,9 @@ def test_run_failure_prints_the_root_cause_last_and_returns_its_exit_code(start:
     path = written(tmp_path, script, "train.py")
     code, out, err = finish(start("-n", "3", "--grace", "0.5", "train.py"))
     assert (code, out) == (1, "")
-    assert "[1] gradwire.errors.PeerLost: rank 2 is gone" in err
-    *_, others = err.partition("\n\n")
+    assert "gradwire: rank 1 raised PeerLost: rank 2 is gone\n" in err
+    assert err.count("Traceback") == 1
+    *_, others = err.rpartition("\n\n")
     traceback = f'  File "{path}", line 6, in step\n    raise ValueError("no more data")\nValueError: no more data\n'
     assert others.endswith(traceback)
     assert "gradwire: rank 0 was stopped\n" in others
@@ -106,6 +108,102 @@ def test_run_failure_prints_the_root_cause_last_and_returns_its_exit_code(start:
     assert f"\ngradwire: logs in {logs}\n" in others
     assert (logs / "rank-2.log").read_text().endswith(traceback)
     assert "raised ValueError: no more data\nTraceback" in others
+
+
+MISMATCH = """
+    import numpy as np
+    import gradwire as gw
+
+    with gw.init() as group:
+        gradient = np.ones(8 if group.rank == 2 else 4, np.float32)
+        group.all_reduce(gradient)
+"""
+
+
+@pytest.mark.parametrize(("size", "most_lines"), [(4, 25), pytest.param(16, 35, marks=pytest.mark.slow)])
+def test_run_mismatch_prints_one_table_with_the_culprit_marked(
+    size: int, most_lines: int, start: Start, tmp_path: Path
+) -> None:
+    written(tmp_path, MISMATCH, "train.py")
+    code, out, err = finish(start("-n", str(size), "--log-dir", "logs", "train.py"))
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) <= most_lines, err
+    assert err.count("Traceback") == 1
+    assert err.count("all_reduce(float32[8], op='sum') at train.py:7  <-- differs\n") == 1
+    others = "0, 1, 3" if size == 4 else "0, 1, 3-15"
+    assert f"gradwire: ranks {others}: same error as rank 2\n" in err
+    table = err[err.rindex("ranks disagree on call #1") :]
+    assert sum("all_reduce(float32[4], op='sum') at train.py:7" in line for line in table.splitlines()) in (1, size - 1)
+    assert "frames inside gradwire are hidden" in err
+    for rank in range(size):
+        log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert "collective_calls.py" in log
+        assert "ranks disagree on call #1" in log
+
+
+def test_run_exception_on_one_rank_prints_its_traceback_once_and_last(start: Start, tmp_path: Path) -> None:
+    script = """
+        import gradwire as gw
+
+        def train(group):
+            if group.rank == 2:
+                raise ValueError("the batch is empty")
+            group.barrier()
+
+        with gw.init() as group:
+            train(group)
+    """
+    path = written(tmp_path, script, "train.py")
+    code, out, err = finish(start("-n", "4", "train.py"))
+    assert (code, out) == (1, "")
+    assert err.count("Traceback") == 1
+    assert err.endswith(
+        f'  File "{path}", line 10, in <module>\n    train(group)\n'
+        f'  File "{path}", line 6, in train\n    raise ValueError("the batch is empty")\n'
+        "ValueError: the batch is empty\n"
+    )
+    assert len([line for line in err.splitlines() if line.startswith("gradwire: ranks 0, 1, 3 ")]) == 1, err
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "sys.exit()", "group.close(); gone = True"])
+def test_run_rank_that_exits_with_0_too_early_is_the_root_cause(leave: str, start: Start, tmp_path: Path) -> None:
+    script = f"""
+        import sys
+        import gradwire as gw
+
+        group, gone = gw.init(), False
+        group.barrier()
+        if group.rank == 1:
+            {leave}
+        if not gone:
+            group.barrier()
+    """
+    written(tmp_path, script, "train.py")
+    code, _, err = finish(start("-n", "3", "train.py"))
+    assert code == 1
+    *_, last = err.splitlines()
+    assert re.fullmatch(r"rank 1 \(pid \d+\) (exited|left) .* while other ranks still needed it", last), err
+    assert re.search(r"gradwire: ranks 0, 2 (failed in consequence; rank 0 )?raised PeerLost: rank 1 ", err), err
+
+
+def test_run_ctrl_c_in_a_collective_prints_no_traceback(start: Start, tmp_path: Path) -> None:
+    script = """
+        import gradwire as gw
+
+        group = gw.init()
+        print("ready")
+        while True:
+            group.barrier()
+    """
+    written(tmp_path, script, "train.py")
+    run = start("-n", "4", "train.py")
+    assert run.stdout is not None
+    for _ in range(4):
+        run.stdout.readline()
+    run.send_signal(signal.SIGINT)
+    code, out, err = finish(run)
+    assert (code, out) == (130, "")
+    assert re.fullmatch(r"gradwire: stopped by SIGINT; logs in \S+\n", err), err
 
 
 @pytest.mark.parametrize(
@@ -155,7 +253,7 @@ def test_run_help_shows_examples() -> None:
 def test_run_signal_stops_all_processes_and_sets_the_exit_code(
     number: signal.Signals, code: int, start: Start, tmp_path: Path
 ) -> None:
-    """What the workers have started may end in time: here it notices that its parent is gone."""
+    """Processes that the workers have started may end on their own: here they notice the end of their parent."""
     follow = """
         import os, signal, sys
         reading, writing = os.pipe()
@@ -183,7 +281,7 @@ def test_run_second_ctrl_c_kills_all_processes(start: Start, tmp_path: Path) -> 
     deaf = (
         READY
         + """
-    # Not print: it would fail if the signal came while ready() is not done printing.
+    # os.write, because print would fail if the signal arrived while ready() prints.
     signal.signal(signal.SIGINT, lambda *_: os.write(1, b"not now\\n"))
     ready()
     while True: signal.pause()

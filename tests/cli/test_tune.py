@@ -32,7 +32,7 @@ def test_tune_stores_its_measurements_and_show_uses_them(tmp_path: Path) -> None
     assert table.tcp != DEFAULTS.tcp
     assert table.net == DEFAULTS.net
     shown = tune("--show", GRADWIRE_TUNING=str(file)).stdout
-    assert shown.startswith(f"# in force: {file}\n")
+    assert shown.startswith(f"# current table: {file}\n")
     assert f"{table.tcp.round * 1e6:.2f} µs" in shown
 
 
@@ -56,7 +56,7 @@ def test_tune_show_without_a_valid_file_prints_the_reason_for_the_defaults(tmp_p
             file.write_text(content)
         done = tune("--show", GRADWIRE_TUNING=str(file))
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(f"# in force: the defaults ({file}: {reason}")
+        assert done.stdout.startswith(f"# current table: the defaults ({file}: {reason}")
         assert (
             tuning_table.decode(json.loads(tune("--show", "--json", GRADWIRE_TUNING=str(file)).stdout)["table"])
             == DEFAULTS

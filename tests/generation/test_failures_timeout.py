@@ -15,6 +15,7 @@ import gradwire as gw
 from gradwire.generation import waiting
 from gradwire.group.internals import parts_of
 from gradwire.host import native_core
+from gradwire.liveness.control_messages import Position
 from support.captured_log import CapturedLog
 from support.captured_log import captured_fixture as captured_fixture
 from support.in_process import groups_fixture as groups_fixture
@@ -129,12 +130,27 @@ def test_timeout_says_how_a_living_process_is_stuck(job: StartJob, how: str, sai
             assert re.fullmatch(
                 rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", report["text"]
             ), report["text"]
-            where = place(waits_for_rank_1, "timeout=seconds")
-            logged = rf"rank {rank.number} has waited \d+ s during all_reduce #2, {where}: {expected}"
-            assert re.search(logged, rank.output()), rank.output()
+        where = place(waits_for_rank_1, "timeout=seconds")
+        logged = rf"rank 0 has waited \d+ s during all_reduce #2, {where}: {expected}"
+        assert re.search(logged, ranks[0].output()), ranks[0].output()
 
 
-# -- waiting is said --------------------------------------------------------------------------------------------------
+# -- long waits are logged --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("others", "logs"),
+    [
+        ({}, True),  # no other rank answers
+        ({1: Position(0, 7, 6, ""), 3: Position(0, 7, 6, "")}, False),  # rank 1 waits in call 7 too
+        ({1: Position(0, 9, 6, ""), 3: Position(0, 7, 6, "")}, False),  # the same, with more calls in its stream
+        ({1: Position(0, 6, 6, ""), 3: Position(0, 7, 6, "")}, True),  # rank 1 is late
+        ({1: Position(0, 7, 7, ""), 3: Position(0, 7, 6, "")}, True),  # rank 1 has finished the call
+        ({3: Position(0, 7, 6, "")}, True),  # rank 1 does not answer
+    ],
+)
+def test_long_wait_is_logged_by_the_lowest_rank_that_waits(others: dict[int, Position], logs: bool) -> None:
+    assert waiting.is_lowest_waiting(2, 7, others) is logs
 
 
 @pytest.fixture
@@ -161,6 +177,35 @@ def test_long_wait_in_a_collective_logs_the_late_rank_and_its_last_call(
         return group.all_reduce(1)
 
     assert run_ranks(groups, play) == [len(groups)] * len(groups)
+
+
+@pytest.mark.usefixtures("short_slow_wait")
+def test_long_wait_for_the_lowest_rank_is_logged_by_the_next_one(groups: list[gw.Group], captured: CapturedLog) -> None:
+    said = r"rank 1 has waited \d+ s during all_reduce #1, .*: rank 0 is alive but stuck outside of any call"
+
+    def play(group: gw.Group) -> object:
+        if group.rank == 0:
+            captured.wait_for(said, times=2)
+        return group.all_reduce(1)
+
+    assert run_ranks(groups, play) == [len(groups)] * len(groups)
+
+
+@pytest.mark.usefixtures("short_slow_wait")
+def test_long_waits_in_two_subgroups_are_logged_in_each(groups: list[gw.Group], captured: CapturedLog) -> None:
+    if len(groups) < 3:
+        pytest.skip("needs two subgroups")
+    said = [rf"rank {rank} has waited \d+ s during all_reduce #1, .*: rank 1 is alive but stuck" for rank in (0, 2)]
+
+    def play(group: gw.Group) -> object:
+        low = group.subgroup([0, 1]) if group.rank < 2 else None
+        high = group.subgroup([1, 2]) if 1 <= group.rank <= 2 else None
+        if group.rank == 1:
+            for text in said:
+                captured.wait_for(text)
+        return [part.all_reduce(1) for part in (low, high) if part is not None]
+
+    assert run_ranks(groups, play)[:3] == [[2], [2, 2], [2]]
 
 
 @pytest.mark.usefixtures("short_slow_wait")

@@ -1,4 +1,4 @@
-"""config.py: who wins, what is refused, and that every refusal names its source."""
+"""config.py: the precedence of sources, refused settings, and errors that name the source of a bad value."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ class TestAddress:
         assert Address.parse(str(address)) == address
 
     @pytest.mark.parametrize(
-        ("text", "says"),
+        ("text", "message"),
         [
             ("", "port is missing"),
             ("localhost", "port is missing"),
             (":29500", "host is missing"),
-            ("localhost:", "no number"),
-            ("localhost:http", "no number"),
-            ("localhost:-1", "no number"),
+            ("localhost:", "not a number"),
+            ("localhost:http", "not a number"),
+            ("localhost:-1", "not a number"),
             ("localhost:65536", "between 0 and 65535"),
-            ("localhost:٣", "no number"),
+            ("localhost:٣", "not a number"),
             ("::1:29500", "brackets"),
             ("[::1]29500", r"\[host\]:port"),
             ("[::1:29500", r"\[host\]:port"),
-            ("[localhost]:29500", "no IPv6"),
-            ("300.1.1.1:80", "no IPv4"),
-            ("10.0.0:80", "no IPv4"),
+            ("[localhost]:29500", "not an IPv6"),
+            ("300.1.1.1:80", "not an IPv4"),
+            ("10.0.0:80", "not an IPv4"),
             ("tcp://host:80", "scheme"),
             ("a b:80", "neither"),
             ("user@host:80", "neither"),
             ("x" * 300 + ":80", "neither"),
         ],
     )
-    def test_parse_malformed_address_raises_with_reason_and_source(self, text: str, says: str) -> None:
-        with pytest.raises(ConfigError, match=says) as caught:
+    def test_parse_malformed_address_raises_with_reason_and_source(self, text: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message) as caught:
             Address.parse(text, "GRADWIRE_ADDRESS")
         assert caught.value.message.startswith("GRADWIRE_ADDRESS: ")
 
@@ -98,7 +98,7 @@ class TestAddress:
 
 
 class TestPrecedence:
-    def test_resolve_without_variables_is_a_job_of_one(self) -> None:
+    def test_resolve_without_variables_gives_a_job_of_one_rank(self) -> None:
         config = resolve(environ={})
         assert config == JobConfig(size=1, rank=0, local_rank=0)
         assert (config.address, config.role, config.transport, config.timeout) == (None, "coordinator", "auto", 300.0)
@@ -166,8 +166,8 @@ class TestRole:
         assert [resolve(rank, 2, environ=environ).role for rank in (0, 1)] == ["worker", "worker"]
 
 
-def refused(error: type[GradwireError], says: str, environ: dict[str, str] | None = None, **arguments: Any) -> None:
-    with pytest.raises(error, match=says) as caught:
+def refused(error: type[GradwireError], message: str, environ: dict[str, str] | None = None, **arguments: Any) -> None:
+    with pytest.raises(error, match=message) as caught:
         resolve(**arguments, environ=environ or {})
     assert type(caught.value) is error
 
@@ -229,11 +229,11 @@ class TestRefusals:
 
     @pytest.mark.parametrize("name", ["grpc", "mpi", "GRPC"])
     def test_resolve_unbuilt_transport_raises_from_any_source(self, name: str) -> None:
-        said = r"is not built yet: there are 'auto', 'shm', 'tcp'"
-        refused(UnsupportedOp, rf"'{name.lower()}' \(from GRADWIRE_TRANSPORT\) {said}", {"GRADWIRE_TRANSPORT": name})
+        message = r"is not available yet: use 'auto', 'shm', 'tcp'"
+        refused(UnsupportedOp, rf"'{name.lower()}' \(from GRADWIRE_TRANSPORT\) {message}", {"GRADWIRE_TRANSPORT": name})
         if name.islower():
-            refused(UnsupportedOp, rf"'{name}' \(from the argument transport\) {said}", transport=name)
-            with pytest.raises(UnsupportedOp, match=said):
+            refused(UnsupportedOp, rf"'{name}' \(from the argument transport\) {message}", transport=name)
+            with pytest.raises(UnsupportedOp, match=message):
                 JobConfig(transport=name)
 
     @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e300"])
@@ -266,7 +266,7 @@ class TestRefusals:
 
 
 class TestJobConfig:
-    """Also made directly, a config is valid or is not made."""
+    """The constructor checks the fields too."""
 
     @pytest.mark.parametrize(
         "wrong",

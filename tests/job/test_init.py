@@ -1,4 +1,4 @@
-"""Joining a job: every way to describe it wrongly has its own clear error, on both sides where there are two."""
+"""gw.init with real processes: joining a job, and a clear error for every wrong setting and every unfit process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Environ = Callable[[int], Mapping[str, str]]
 
 @pytest.fixture
 def static() -> Callable[..., Environ]:
-    """The environment of a job without a launcher: the four variables, and a token instead of a file in the home."""
+    """Return a factory for the environment of a job without a launcher: torchrun's four variables and a token."""
 
     def make(size: int, host: str = "127.0.0.1", port: int | None = None, **other: str) -> Environ:
         shared = {
@@ -45,10 +45,10 @@ def static() -> Callable[..., Environ]:
     return make
 
 
-def joins(here: Here, timeout: float = 30.0, late: float | None = None) -> None:
-    """`late` is for ranks other than 0."""
-    if late is not None and os.environ["RANK"] != "0":
-        timeout = late
+def joins(here: Here, timeout: float = 30.0, other_timeout: float | None = None) -> None:
+    """Join, report the result to the test, and wait. `other_timeout` is the timeout of ranks other than 0."""
+    if other_timeout is not None and os.environ["RANK"] != "0":
+        timeout = other_timeout
     try:
         group = gw.init(timeout=timeout)
     except gw.GradwireError as error:
@@ -63,10 +63,10 @@ def joins(here: Here, timeout: float = 30.0, late: float | None = None) -> None:
 def test_init_with_four_variables_joins(job: StartJob, static: Callable[..., Environ]) -> None:
     with job(joins, 3, environ=static(3)) as ranks:
         for rank in ranks:
-            told = rank.hear()
-            assert (told["rank"], told["size"], told["sum"]) == (rank.number, 3, 3)
-            door = ["gradwire-closed"] if rank.number == 0 else []
-            assert told["threads"] == sorted(["MainThread", "gradwire-accept", "gradwire-service", *door])
+            report = rank.hear()
+            assert (report["rank"], report["size"], report["sum"]) == (rank.number, 3, 3)
+            listener = ["gradwire-closed"] if rank.number == 0 else []
+            assert report["threads"] == sorted(["MainThread", "gradwire-accept", "gradwire-service", *listener])
             rank.tell()
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
 
@@ -96,29 +96,29 @@ def test_init_at_a_busy_port_raises(job: StartJob, static: Callable[..., Environ
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         with job(joins, 2, 1.0, environ=static(2, port=port)) as ranks:
-            told = ranks[0].hear()
-            assert told["error"] == "TransportError"
-            assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in told["text"]
-            told = ranks[1].hear()
-            assert told["error"] in ("NoConnection", "Refused")
-            assert f"127.0.0.1:{port}" in told["text"]
+            report = ranks[0].hear()
+            assert report["error"] == "TransportError"
+            assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in report["text"]
+            report = ranks[1].hear()
+            assert report["error"] in ("NoConnection", "Refused")
+            assert f"127.0.0.1:{port}" in report["text"]
 
 
 def test_init_with_a_wrong_token_is_refused(job: StartJob, static: Callable[..., Environ]) -> None:
     right = static(2)
     environs = [right(0), {**right(1), "GRADWIRE_TOKEN": "quite another token here"}]
     with job(joins, 2, 4.0, 30.0, environ=environs.__getitem__) as ranks:
-        told = ranks[1].hear()
-        assert (told["error"], "does not hold this job's secret" in told["text"]) == ("Refused", True)
-        assert "GRADWIRE_TOKEN" in told["text"]
-        told = ranks[0].hear()
-        assert told["error"] == "Timeout"
-        assert re.search(r"missing rank 1 of 2", told["text"])
+        report = ranks[1].hear()
+        assert (report["error"], "does not hold this job's secret" in report["text"]) == ("Refused", True)
+        assert "GRADWIRE_TOKEN" in report["text"]
+        report = ranks[0].hear()
+        assert report["error"] == "Timeout"
+        assert re.search(r"missing rank 1 of 2", report["text"])
         assert re.search(r"refused a call from 127\.0\.0\.1:\d+: .*does not hold this job's secret", ranks[0].output())
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"RANK": "1"}, r"rank 1 is taken by rank 1 \(host \S+, pid \d+\)"),
         ({"WORLD_SIZE": "4"}, r"expects a job of 4 ranks, and this one has 3"),
@@ -127,19 +127,19 @@ def test_init_with_a_wrong_token_is_refused(job: StartJob, static: Callable[...,
     ids=["duplicate rank", "another size", "another job"],
 )
 def test_init_process_that_does_not_fit_is_refused_and_harms_no_other(
-    job: StartJob, static: Callable[..., Environ], change: dict[str, str], said: str
+    job: StartJob, static: Callable[..., Environ], change: dict[str, str], message: str
 ) -> None:
     mine = static(3, GRADWIRE_JOB="mine")
-    environs = [mine(0), mine(1), {**mine(2), **change}, mine(2)]  # the stranger comes before the last rank
+    environs = [mine(0), mine(1), {**mine(2), **change}, mine(2)]  # the unfit process comes before the last rank
     with job(waits_and_joins, 4, environ=environs.__getitem__) as ranks:
         for number in (0, 1):
             ranks[number].tell()
         assert eventually(lambda: re.search("rank 1 .* has registered", ranks[0].output()) is not None)
         ranks[2].tell()
-        told = ranks[2].hear()
-        assert told["error"] == "Refused", told
-        assert re.search(said, told["text"]), told
-        assert re.search(rf"refused rank \d .* at 127\.0\.0\.1:\d+: .*{said}", ranks[0].output())
+        report = ranks[2].hear()
+        assert report["error"] == "Refused", report
+        assert re.search(message, report["text"]), report
+        assert re.search(rf"refused rank \d .* at 127\.0\.0\.1:\d+: .*{message}", ranks[0].output())
         ranks[3].tell()
         assert [ranks[number].hear()["sum"] for number in (0, 1, 3)] == [3, 3, 3]
 
@@ -153,19 +153,19 @@ def waits_and_joins(here: Here) -> None:
 
 
 def test_init_duplicate_rank_of_a_complete_job_is_refused(job: StartJob, static: Callable[..., Environ]) -> None:
-    """Its coordinator is gone, but it does not wait for nobody."""
+    """The coordinator of a complete job has stopped, but a late process is refused at once and does not wait."""
     environ = static(2)
     with job(joins, 2, environ=environ) as ranks:
         assert [rank.hear()["sum"] for rank in ranks] == [2, 2]
         with job(joins, 1, environ=lambda _: environ(1)) as (late,):
-            told = late.hear()
-            assert told["error"] == "Refused"
-            assert re.search(r"rendezvous at 127\.0\.0\.1:\d+ is over: all 2 ranks .* have come", told["text"])
-        assert re.search(r"refused 127\.0\.0\.1:\d+: all 2 ranks of the job there have come", ranks[0].output())
+            report = late.hear()
+            assert report["error"] == "Refused"
+            assert re.search(r"rendezvous at 127\.0\.0\.1:\d+ is over: all 2 ranks .* have joined", report["text"])
+        assert re.search(r"refused 127\.0\.0\.1:\d+: all 2 ranks of the job there have joined", ranks[0].output())
         with job(joins, 1, environ=lambda _: environ(0)) as (second,):
-            told = second.hear()
-            assert told["error"] == "TransportError", "a second rank 0, or another job with this port"
-            assert "Address already in use" in told["text"]
+            report = second.hear()
+            assert report["error"] == "TransportError", "a second rank 0, or another job with this port"
+            assert "Address already in use" in report["text"]
         for rank in ranks:
             rank.tell()
         assert [rank.ended() for rank in ranks] == [0, 0]
@@ -173,8 +173,8 @@ def test_init_duplicate_rank_of_a_complete_job_is_refused(job: StartJob, static:
             assert [rank.hear()["sum"] for rank in again] == [2, 2]
 
 
-def test_init_two_jobs_at_once_never_meet(job: StartJob, static: Callable[..., Environ]) -> None:
-    """Same user, same token, same name of the job: only their addresses differ."""
+def test_init_two_jobs_at_once_stay_separate(job: StartJob, static: Callable[..., Environ]) -> None:
+    """The jobs have the same user, token and name. Only their addresses differ."""
     first, second = static(2, GRADWIRE_JOB="same"), static(3, GRADWIRE_JOB="same")
     with job(joins, 5, environ=lambda n: first(n) if n < 2 else second(n - 2)) as ranks:
         assert [rank.hear()["sum"] for rank in ranks] == [2, 2, 3, 3, 3]
@@ -195,16 +195,16 @@ def test_init_does_not_wait_for_a_rank_that_registered_and_died(
         assert ranks[victim].ended() == 7
         for rank in ranks:
             if rank.number != victim:
-                told = rank.hear()
-                assert told["error"] in ("NoConnection", "Aborted", "PeerLost"), told
-                assert f"rank {victim} " in told["text"], told
+                report = rank.hear()
+                assert report["error"] in ("NoConnection", "Aborted", "PeerLost"), report
+                assert f"rank {victim} " in report["text"], report
 
 
-# -- nothing is started -----------------------------------------------------------------------------------------------
+# -- errors before anything is started, and single ranks --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "said"),
+    ("arguments", "kind", "message"),
     [
         ({"rank": 0, "size": 0}, gw.InvalidSize, "size"),
         ({"rank": 2, "size": 2}, gw.InvalidRank, "rank"),
@@ -221,10 +221,10 @@ def test_init_does_not_wait_for_a_rank_that_registered_and_died(
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
 def test_init_impossible_arguments_raise_before_anything_starts(
-    arguments: dict[str, Any], kind: type[gw.GradwireError], said: str
+    arguments: dict[str, Any], kind: type[gw.GradwireError], message: str
 ) -> None:
     before = set(threading.enumerate())
-    with pytest.raises(kind, match=f"(?s){said}"):
+    with pytest.raises(kind, match=f"(?s){message}"):
         gw.init(**arguments)
     assert set(threading.enumerate()) == before
 
@@ -232,13 +232,13 @@ def test_init_impossible_arguments_raise_before_anything_starts(
 def test_init_without_a_coordinator_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(gw.NoConnection, match=rf"no coordinator answered at {address}") as told:
+    with pytest.raises(gw.NoConnection, match=rf"no coordinator answered at {address}") as caught:
         gw.init(1, 2, address, timeout=0.3)
-    assert told.value.seconds is not None
-    assert 0 < told.value.seconds <= 0.3
+    assert caught.value.seconds is not None
+    assert 0 < caught.value.seconds <= 0.3
 
 
-def test_init_alone_needs_no_coordinator() -> None:
+def test_init_single_rank_needs_no_coordinator() -> None:
     before = set(threading.enumerate())
     with gw.init() as group:
         assert (group.rank, group.size, group.generation) == (0, 1, 1)
@@ -248,7 +248,7 @@ def test_init_alone_needs_no_coordinator() -> None:
     assert {thread for thread in threading.enumerate() if thread.is_alive()} == before
 
 
-def test_init_job_of_one_at_an_address_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_single_rank_with_an_address_uses_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
     with gw.init(0, 1, f"127.0.0.1:{free_port()}") as group:
         assert group.capabilities.transport == "tcp"
@@ -304,10 +304,10 @@ def joins_among_many(here: Here) -> None:
 
 
 @pytest.mark.slow
-def test_init_thirty_two_processes(job: StartJob) -> None:
+def test_init_thirty_two_processes_join(job: StartJob) -> None:
     with job(joins_among_many, 32) as ranks:
-        told = [rank.hear() for rank in ranks]
-        assert {one["sum"] for one in told} == {32}
+        report = [rank.hear() for rank in ranks]
+        assert {one["sum"] for one in report} == {32}
         for rank in ranks:
             rank.tell()
 
@@ -320,7 +320,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_init_thirty_two_fresh_interpreters(script: Path) -> None:
+def test_init_thirty_two_fresh_interpreters_join(script: Path) -> None:
     command = [sys.executable, "-m", "gradwire", "run", "-n", "32", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=script.parent)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Forked children are not the rank: they drop its links at once, and nothing that they do or are can harm it."""
+"""Forked children of a rank drop its links at once, and cannot disturb the rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.processes import zygote_fixture as zygote_fixture
 
 
 def tcp_sockets() -> int:
-    """How many descriptors of this process are TCP sockets."""
+    """Return how many descriptors of this process are TCP sockets."""
     inodes = {
         line.split()[9]
         for table in ("tcp", "tcp6")
@@ -42,8 +42,8 @@ def descriptors() -> list[str]:
     return targets
 
 
-def what_calls_say(group: gw.Group) -> dict[str, str]:
-    """How each call on an inherited group ends, and how long they all took."""
+def outcomes_of_calls(group: gw.Group) -> dict[str, str]:
+    """Call each method of an inherited group, and return "returned" or the error by name of the method."""
     x = np.zeros(1 << 20)
     calls = {
         "all_reduce": lambda: group.all_reduce(x),
@@ -56,14 +56,14 @@ def what_calls_say(group: gw.Group) -> dict[str, str]:
         "close": group.close,
         "again": group.barrier,
     }
-    said = {}
+    results = {}
     for name, call in calls.items():
         try:
             call()
-            said[name] = "returned"
+            results[name] = "returned"
         except gw.GradwireError as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    return said
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
 
 
 CLOSED = "Closed: this process was forked from a rank: the group belongs to the parent"
@@ -74,7 +74,7 @@ INHERITED = {
 
 
 def forks(here: Here, when: str) -> None:
-    closed = gw.loopback_pair()  # groups that are closed already must not be in the way
+    closed = gw.loopback_pair()  # closed groups must not disturb the fork hooks
     for one in closed:
         one.close()
     group = gw.init()
@@ -85,7 +85,7 @@ def forks(here: Here, when: str) -> None:
     helper = None
     if when == "during a call":
         helper = threading.Thread(target=inner.all_reduce, args=(np.ones(1 << 16),))
-        if group.rank == 0:  # the others come only after the fork
+        if group.rank == 0:  # the other ranks call it after the fork
             begun = threading.Event()
             unsubscribe = events.subscribe(lambda event: begun.set())
             helper.start()
@@ -94,8 +94,8 @@ def forks(here: Here, when: str) -> None:
     before = tcp_sockets()
     child = os.fork()
     if child == 0:
-        said = {"world": what_calls_say(group), "inner": what_calls_say(inner)}
-        here.tell(child=said, sockets=tcp_sockets())
+        results = {"world": outcomes_of_calls(group), "inner": outcomes_of_calls(inner)}
+        here.tell(child=results, sockets=tcp_sockets())
         sys.exit(0)  # exit handlers run in the child too
     _, status = os.waitpid(child, 0)
     if helper is not None:
@@ -109,13 +109,13 @@ def forks(here: Here, when: str) -> None:
 def test_forked_child_has_no_links_and_its_groups_are_closed(job: StartJob, when: str) -> None:
     with job(forks, 3, when) as ranks:
         for rank in ranks:
-            said = rank.hear()
-            assert said["child"] == {"world": INHERITED, "inner": INHERITED}
-            assert said["sockets"] == 0
+            results = rank.hear()
+            assert results["child"] == {"world": INHERITED, "inner": INHERITED}
+            assert results["sockets"] == 0
         for rank in ranks:
-            said = rank.hear()
-            assert (said["status"], said["sum"], said["inner"]) == (0, 3, 3)
-            assert said["before"] == said["after"] > 6, "the parent kept its own"
+            results = rank.hear()
+            assert (results["status"], results["sum"], results["inner"]) == (0, 3, 3)
+            assert results["before"] == results["after"] > 6, "the parent must keep its sockets"
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
         assert [rank.output() for rank in ranks] == [""] * 3
 
@@ -143,7 +143,7 @@ def test_pools_of_forked_processes_work_beside_collectives(job: StartJob) -> Non
 def starts_programs(here: Here) -> None:
     group = gw.init()
     group.barrier()
-    # Without close_fds only the descriptors' own flag keeps them from the program.
+    # With close_fds=False, only their close-on-exec flag keeps the descriptors out of the new program.
     command = ["sh", "-c", "ls -l /proc/$$/fd >&2"]
     listing = subprocess.run(command, close_fds=False, stderr=subprocess.PIPE, text=True, check=True).stderr
     inherited = [line for line in listing.splitlines() if re.search(r"\b([3-9]|\d\d+) -> (socket|pipe|anon)", line)]
@@ -156,8 +156,8 @@ def test_started_programs_inherit_no_descriptors(job: StartJob) -> None:
             assert rank.hear() == {"inherited": [], "sum": 2}
 
 
-def test_fork_waits_until_a_new_socket_is_on_record() -> None:
-    """Otherwise a child forked between its birth and its entry would keep it for ever."""
+def test_fork_waits_until_a_new_socket_is_registered() -> None:
+    """A child that is forked after the socket was accepted and before it was registered would keep it open."""
     forked, accepting, made = threading.Event(), threading.Event(), threading.Event()
 
     class SlowListener:

@@ -1,4 +1,4 @@
-"""What a job takes of its machine: memory that does not grow, next to no time while it waits, more ranks than cores."""
+"""The resources of a job: memory does not grow, waiting takes little CPU time, and ranks may outnumber the cores."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def crew() -> Iterator[Crew]:
         yield crew
 
 
-def taken() -> int:
-    """Bytes of this process, and of all arenas that it has mapped."""
+def used_memory() -> int:
+    """Return the bytes of this process and of all shared-memory arenas that it has open."""
     gc.collect()
     rollup = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
     own = sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Anonymous:"))
@@ -47,8 +47,8 @@ def taken() -> int:
 
 
 def calls(group: gw.Group, seed: int, number: int) -> None:
-    """Collectives of ever changing sizes, on ordinary and on registered arrays."""
-    drawn = random.Random(seed)  # alike on all ranks
+    """Call collectives of random sizes, on ordinary and on registered arrays."""
+    drawn = random.Random(seed)  # the same on all ranks
     for _ in range(number):
         count = drawn.randrange(1, drawn.choice((50, 5000, 50_000)))
         x = group.empty(count, "int64") if drawn.random() < 0.1 else np.empty(count, np.int64)
@@ -65,10 +65,10 @@ def calls(group: gw.Group, seed: int, number: int) -> None:
 @shares_memory
 @pytest.mark.slow
 def test_repeated_calls_do_not_grow_memory(crew: Crew) -> None:
-    crew.run(lambda group: calls(group, 1, 2000))  # more kinds of calls than are remembered
-    before = taken()
+    crew.run(lambda group: calls(group, 1, 2000))  # more different calls than the plan cache holds
+    before = used_memory()
     crew.run(lambda group: calls(group, 2, 10_000), timeout=300)
-    assert taken() - before < 10 * MIB
+    assert used_memory() - before < 10 * MIB
 
 
 @shares_memory
@@ -83,16 +83,16 @@ def test_registered_arrays_do_not_grow_memory(crew: Crew) -> None:
                 group.all_reduce(group.empty(5000))
 
     crew.run(lambda group: makes_arrays(group, 100))
-    before = taken()
+    before = used_memory()
     crew.run(lambda group: makes_arrays(group, 1000))
-    assert taken() - before < 10 * MIB
+    assert used_memory() - before < 10 * MIB
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
+# -- CPU time ---------------------------------------------------------------------------------------------------------
 
 
 def idles(seconds: float) -> tuple[float, float]:
-    """The share of a core that this rank takes while it does nothing, and while it waits for rank 0 in a barrier."""
+    """Return the share of a core that this rank uses while it sleeps, and while it waits for rank 0 in a barrier."""
 
     def share(wait: Callable[[], None]) -> float:
         wall, used = time.monotonic(), time.process_time()
@@ -119,7 +119,7 @@ def test_waiting_ranks_use_little_cpu_time() -> None:
 
 
 def works(number: int) -> str:
-    """Collectives of all kinds, each compared with NumPy; every rank knows what all others put in."""
+    """Call random collectives and compare each result with NumPy. Every rank can compute all ranks' inputs."""
     with gw.init() as group:
         size, rank = group.size, group.rank
         drawn = random.Random(4711)

@@ -1,4 +1,4 @@
-"""How a member goes from one generation to the next, without a coordinator and without others."""
+"""SessionProtocol alone: its requests and its reactions to results, without a coordinator and without other members."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_session_registers_then_sets_up_within_a_limit() -> None:
     assert steps.send(assembly(1)) == SetUp(assembly(1), joined=False, within=SET_UP_SECONDS)
 
 
-def test_session_of_a_job_of_fixed_size_sets_up_without_a_limit_and_raises_what_fails() -> None:
+def test_session_of_a_fixed_size_job_sets_up_without_a_limit_and_raises_a_failure() -> None:
     steps = SessionProtocol(elastic=False).next_generation()
     next(steps)
     assert steps.send(assembly(1)) == SetUp(assembly(1), joined=False, within=None)
@@ -49,7 +49,7 @@ def test_session_of_a_job_of_fixed_size_sets_up_without_a_limit_and_raises_what_
         steps.send(Failure(PeerLost("gone")))
 
 
-def test_session_that_skipped_generations_is_a_stranger_until_it_leaves_with_the_state() -> None:
+def test_session_that_skipped_generations_lacks_state_until_it_leaves_with_the_state() -> None:
     session = entered(generation=3)
     assert session.past() == Past(3, RUN, stranger=True)
     session.leave([2], stranger=False, stood_still=True)
@@ -65,7 +65,7 @@ def test_session_that_skipped_generations_is_a_stranger_until_it_leaves_with_the
     ],
     ids=["silent", "lost", "unfit"],
 )
-def test_set_up_that_fails_by_another_member_is_repeated_and_names_it(
+def test_session_set_up_that_another_member_made_fail_is_repeated_and_reports_that_member(
     error: GradwireError, lost: tuple[str, ...]
 ) -> None:
     steps = SessionProtocol(elastic=True).next_generation()
@@ -76,9 +76,9 @@ def test_set_up_that_fails_by_another_member_is_repeated_and_names_it(
 
 
 @pytest.mark.parametrize(
-    "error", [Refused("no"), ConfigError("mine", peer=0), ConfigError("nobody's")], ids=["refused", "own", "unnamed"]
+    "error", [Refused("no"), ConfigError("own", peer=0), ConfigError("no peer")], ids=["refused", "own", "unnamed"]
 )
-def test_failure_that_no_other_member_is_to_blame_for_is_raised(error: GradwireError) -> None:
+def test_session_set_up_failure_without_another_member_at_fault_is_raised(error: GradwireError) -> None:
     steps = SessionProtocol(elastic=True).next_generation()
     next(steps)
     steps.send(assembly(1))
@@ -86,7 +86,7 @@ def test_failure_that_no_other_member_is_to_blame_for_is_raised(error: GradwireE
         steps.send(Failure(error))
 
 
-def test_news_of_another_run_does_not_concern_a_member() -> None:
+def test_session_ignores_news_of_another_run() -> None:
     session = entered()
     assert session.concerns(News(1, 1, (), None, run=RUN))
     assert not session.concerns(News(1, 1, (), None, run=OTHER_RUN))

@@ -1,4 +1,4 @@
-"""A job whose ranks speak TLS: on "hosts" of their own, so that they share no memory."""
+"""A job whose links use TLS. Each rank has its own "host", so that the ranks share no memory."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def test_tls_job_reduces_and_reports_a_frozen_rank_as_lost(job: StartJob) -> Non
             rank.tell()
         ranks[1].signal(signal.SIGSTOP)
         for rank in (ranks[0], ranks[2]):
-            told = rank.hear()
-            assert (told["error"], told["culprit"]) == ("PeerLost", 1)
-            assert "silent" in told["text"]
+            report = rank.hear()
+            assert (report["error"], report["culprit"]) == ("PeerLost", 1)
+            assert "silent" in report["text"]
         ranks[1].signal(signal.SIGCONT)
         assert ranks[1].hear()["error"] == "Aborted"
 
 
 def holds_the_interpreter(here: Here, seconds: float) -> None:
-    """With a stock of tokens that lasts for 3 s of beats, and for 9 s of slow ones."""
+    """Hold the GIL for some seconds. The stock of heartbeat tokens lasts 3 s, or 9 s at the slow heartbeat rate."""
     heartbeat_messages.BLOCK_TOKENS, heartbeat_messages.STOCK_BLOCKS, heartbeat_messages.MARK_BLOCKS = 16, 4, 2
     try:
         group = gw.init(timeout=30.0)
@@ -96,13 +96,13 @@ def is_idle(here: Here, seconds: float) -> None:
     try:
         group = gw.init(timeout=30.0)
         group.barrier()
-        time.sleep(seconds)  # in which only beats tell that anybody lives
+        time.sleep(seconds)  # meanwhile only heartbeats show that the ranks are alive
         here.tell(sum=group.all_reduce(1))
     except gw.GradwireError as error:
         here.tell_error(error)
 
 
-def test_tls_job_ranks_with_and_without_the_core_accept_each_others_beats(job: StartJob) -> None:
+def test_tls_job_ranks_with_and_without_the_core_accept_each_others_heartbeats(job: StartJob) -> None:
     secure = environ(3)
 
     def of(rank: int) -> Mapping[str, str]:
@@ -120,6 +120,6 @@ def test_tls_job_rank_without_a_certificate_is_refused_with_the_reason(job: Star
         return {name: text for name, text in found.items() if "TLS" not in name} if rank else found
 
     with job(adds, 2, environ=of) as ranks:
-        told = ranks[1].hear()
-        assert told["error"] in ("Refused", "NoConnection"), told
-        assert "TLS" in told["text"], told
+        report = ranks[1].hear()
+        assert report["error"] in ("Refused", "NoConnection"), report
+        assert "TLS" in report["text"], report

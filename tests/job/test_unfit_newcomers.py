@@ -1,4 +1,4 @@
-"""Newcomers with credentials that do not fit a running elastic job of real processes: they harm only themselves."""
+"""Processes with valid credentials that do not fit a running elastic job are refused, and do not disturb the job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Start = Callable[..., Rank]
 
 
 def train(here: Here, stop: str, until: int = 10**6) -> None:
-    """Train until the file `stop` is there; tell of each generation, and of the end."""
+    """Train until the file `stop` exists; report each generation and the end to the test."""
     state = {"w": np.zeros(1)}
     try:
         run = gw.elastic(state)
@@ -43,7 +43,7 @@ def train(here: Here, stop: str, until: int = 10**6) -> None:
 
 
 def train_with_claims_of(here: Here, stop: str, protocol: int) -> None:
-    """As a worker of another gradwire would register."""
+    """Train, but register like a worker of another gradwire version."""
     encode = requests.claim_to_wire  # type: ignore[attr-defined]
 
     def claim_to_wire(claim: Any) -> Any:
@@ -56,7 +56,7 @@ def train_with_claims_of(here: Here, stop: str, protocol: int) -> None:
 
 
 def train_with_another_set_up(here: Here, stop: str) -> None:
-    """A worker that registers alike, and then sets up a generation in its own way."""
+    """Train, and register normally, but use another set-up protocol between members."""
     from gradwire.generation import handshake
 
     handshake.PROTOCOL = 99  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def train_with_another_set_up(here: Here, stop: str) -> None:
 
 
 class Job:
-    """Members of an elastic job at a coordinator of the test's own."""
+    """Members of an elastic job, and their coordinator in the test's process."""
 
     def __init__(self, zygote: Zygote, stop: Path) -> None:
         self.stop = stop
@@ -113,7 +113,7 @@ def finish(job: Job, members: list[Rank]) -> list[dict[str, Any]]:
     return [rank.hear() for rank in members]
 
 
-def test_worker_node_at_a_training_job_is_refused_and_the_job_goes_on(
+def test_worker_node_at_a_training_job_is_refused_and_the_job_continues(
     job: Job, trainers: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
@@ -126,7 +126,7 @@ def test_worker_node_at_a_training_job_is_refused_and_the_job_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("body", "args", "environ", "said"),
+    ("body", "args", "environ", "message"),
     [
         (train, (), {"GRADWIRE_TRANSPORT": "shm", "GRADWIRE_HOST": "elsewhere"}, "requires transport 'shm'"),
         (train_with_claims_of, (0,), {}, "runs an older gradwire (0.9)"),
@@ -134,17 +134,17 @@ def test_worker_node_at_a_training_job_is_refused_and_the_job_goes_on(
     ],
     ids=["shm from another host", "older", "newer"],
 )
-def test_unfit_newcomer_is_refused_and_the_job_goes_on(
+def test_unfit_newcomer_is_refused_and_the_job_continues(
     body: Callable[..., None],
     args: tuple[Any, ...],
     environ: Mapping[str, str],
-    said: str,
+    message: str,
     job: Job,
     trainers: list[Rank],
 ) -> None:
-    told = job.start(body, *args, environ=environ).hear()
-    assert told["error"] == "Refused"
-    assert said in told["text"]
+    report = job.start(body, *args, environ=environ).hear()
+    assert report["error"] == "Refused"
+    assert message in report["text"]
     assert [end["generation"] for end in finish(job, trainers)] == [1, 1]
 
 
@@ -152,15 +152,15 @@ def test_newcomer_that_fails_in_set_up_is_blamed_and_the_others_regroup_without_
     job: Job, trainers: list[Rank]
 ) -> None:
     job.start(train_with_another_set_up)
-    told = [rank.hear() for rank in trainers]
-    assert all(one["size"] == 2 and one["generation"] >= 3 for one in told), told
+    report = [rank.hear() for rank in trainers]
+    assert all(one["size"] == 2 and one["generation"] >= 3 for one in report), report
     ends = finish(job, trainers)
     assert all("done" in end for end in ends), ends
     assert len({(end["done"], end["committed"]) for end in ends}) == 1
 
 
-def test_members_of_an_old_run_are_not_taken_into_a_new_one(job: Job, trainers: list[Rank], tmp_path: Path) -> None:
-    """A coordinator that was started anew without its journal, while the members of the old run are at work."""
+def test_members_of_an_old_run_are_refused_by_a_new_run(job: Job, trainers: list[Rank], tmp_path: Path) -> None:
+    """The coordinator is restarted without its journal while members of the old run are training."""
     host, _, port = job.coordinator.address.rpartition(":")
     job.coordinator.stop()
     job.coordinator = job.coordinate(host, int(port))
@@ -172,5 +172,5 @@ def test_members_of_an_old_run_are_not_taken_into_a_new_one(job: Job, trainers: 
     assert "is a member of run" in refused["text"]
     assert "Restart this worker" in refused["text"]
     ends = finish(job, newcomers)
-    assert [end["generation"] for end in ends] == [1, 1], "nobody joined"
+    assert [end["generation"] for end in ends] == [1, 1], "no member of the old run may join"
     assert len({(end["done"], end["committed"]) for end in ends}) == 1

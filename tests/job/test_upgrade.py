@@ -1,4 +1,4 @@
-"""Members and coordinators of different versions: what does not fit is refused with a reason, and harms nobody."""
+"""Members and coordinators of different versions: one that does not fit is refused with a reason; the job continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 
 class Command:
-    """A `gradwire` command of some version, and what it has printed."""
+    """A running `gradwire` command of some version, and its output."""
 
     def __init__(self, folder: Path, version: Version, *arguments: str) -> None:
         self.path = folder / f"output-{len(list(folder.glob('output-*')))}.txt"
@@ -51,12 +51,12 @@ class Command:
         return self.path.read_text(errors="replace")
 
     def steps(self) -> list[tuple[int, int, int]]:
-        """Step, generation and size of each committed step, as the first worker has printed them."""
+        """Return step, generation and size of each committed step that the first worker has printed."""
         found = re.findall(r"^\[0\] step (\d+) generation (\d+) size (\d+)$", self.text, re.MULTILINE)
         return [(int(step), int(generation), int(size)) for step, generation, size in found]
 
-    def goes_on(self, steps: int = 20) -> bool:
-        """Whether it commits so many more steps."""
+    def continues(self, steps: int = 20) -> bool:
+        """Wait for `steps` more committed steps, and return whether they came."""
         known = len(self.steps())
         return eventually(lambda: len(self.steps()) >= known + steps)
 
@@ -65,7 +65,7 @@ class Command:
 
 
 class Cluster:
-    """A coordinator, and launchers that join there."""
+    """A coordinator, and launchers that join its job."""
 
     def __init__(self, folder: Path, ends: contextlib.ExitStack) -> None:
         self._folder, self._ends = folder, ends
@@ -108,7 +108,7 @@ Make = Callable[[str], Version]
 
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """make(name): the present version, or a copy of it that differs as the name says."""
+    """Return make(name), which makes a copy of the present version; "older" and "newer" copies are changed."""
     made: dict[str, Version] = {}
 
     def make(name: str) -> Version:
@@ -134,14 +134,14 @@ def without_versions(tmp_path_factory: pytest.TempPathFactory) -> Version:
 
 
 def check_refused(cluster: Cluster, present: Version, newcomer: Version, reason: str) -> None:
-    """Two members of one version train; a third one of another version is refused, and changes nothing."""
+    """Check that a member of another version is refused while two members train, and that their job continues."""
     members = cluster.join(present, 2)
-    assert members.goes_on(), members.text
+    assert members.continues(), members.text
     refused = cluster.join(newcomer)
     assert refused.ends() != 0, refused.text
     assert reason in refused.text
-    assert members.goes_on(), members.text
-    assert members.steps()[-1][1:] == (1, 2), "the members have regrouped"
+    assert members.continues(), members.text
+    assert members.steps()[-1][1:] == (1, 2), "the members must not form a new generation"
 
 
 @pytest.mark.parametrize(
@@ -153,26 +153,26 @@ def check_refused(cluster: Cluster, present: Version, newcomer: Version, reason:
         ("newer", "present", "an older"),
     ],
 )
-def test_member_of_another_version_is_refused_and_the_job_goes_on(
+def test_member_of_another_version_is_refused_and_the_job_continues(
     cluster: Cluster, make: Make, coordinator: str, member: str, age: str
 ) -> None:
     cluster.coordinator(make(coordinator))
     check_refused(cluster, make(coordinator), make(member), f"runs {age} gradwire")
 
 
-def test_member_that_sets_up_in_another_way_is_left_out_and_the_others_go_on(cluster: Cluster, make: Make) -> None:
-    """Its coordinator lets it in, so only the members find out."""
+def test_member_with_another_set_up_protocol_is_left_out_and_the_job_continues(cluster: Cluster, make: Make) -> None:
+    """The coordinator admits it, so only the members notice."""
     cluster.coordinator(make("present"))
     members = cluster.join(make("present"), 2)
-    assert members.goes_on(), members.text
+    assert members.continues(), members.text
     refused = cluster.join(make("newer between members"))
     assert eventually(lambda: "uses set-up protocol" in members.text), members.text
-    assert members.goes_on(), members.text
+    assert members.continues(), members.text
     assert members.steps()[-1][2] == 2
     assert refused.steps() == []
 
 
-def test_member_without_versions_is_refused_and_the_job_goes_on(
+def test_member_without_versions_is_refused_and_the_job_continues(
     cluster: Cluster, make: Make, without_versions: Version
 ) -> None:
     cluster.coordinator(make("present"))
@@ -184,17 +184,17 @@ def test_members_of_this_version_train_at_a_coordinator_without_versions(
 ) -> None:
     cluster.coordinator(without_versions)
     members = cluster.join(make("present"), 2)
-    assert members.goes_on(), members.text
+    assert members.continues(), members.text
 
 
-def test_member_without_versions_is_left_out_by_its_peers_where_the_coordinator_lets_it_in(
+def test_member_without_versions_that_the_coordinator_admits_is_left_out_by_its_peers(
     cluster: Cluster, make: Make, without_versions: Version
 ) -> None:
     cluster.coordinator(without_versions)
     members = cluster.join(make("present"), 2)
-    assert members.goes_on(), members.text
+    assert members.continues(), members.text
     newcomer = cluster.join(without_versions)
-    assert eventually(lambda: "did not come about" in members.text), members.text
-    assert members.goes_on(), members.text
+    assert eventually(lambda: "could not be set up" in members.text), members.text
+    assert members.continues(), members.text
     assert members.steps()[-1][2] == 2
     assert newcomer.steps() == []

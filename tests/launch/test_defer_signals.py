@@ -1,4 +1,4 @@
-"""Interrupts while a job is being started: they come afterwards, and leave nothing behind."""
+"""Interrupts while a job is being started: they are handled afterwards, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.ranks import eventually
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """As in a program in the foreground."""
+    """Let SIGINT raise KeyboardInterrupt, as in a program in the foreground."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -81,7 +81,7 @@ def test_deferred_signals_in_another_thread_change_nothing() -> None:
 
 
 class Interrupted(StaticSetup):
-    """The user presses Ctrl-C when the second of three workers was started."""
+    """Presses Ctrl-C when the second of three workers has been started."""
 
     def __init__(self) -> None:
         super().__init__(3, nowhere())
@@ -98,6 +98,6 @@ def test_supervisor_interrupted_while_workers_start_ends_all_of_them(tmp_path: P
     setup = Interrupted()
     with pytest.raises(KeyboardInterrupt), Supervisor(Task.script(written(tmp_path, WAIT)), 3, setup):
         raise AssertionError("it goes on")
-    assert len(setup.watched) == 3, "nothing is left half-started"
+    assert len(setup.watched) == 3, "all workers were started before the interrupt was handled"
     assert all(one.ends() for one in setup.watched)
     assert eventually(lambda: set(threading.enumerate()) <= threads)

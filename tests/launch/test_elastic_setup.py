@@ -1,4 +1,4 @@
-"""Workers that come and go, as processes; the coordinator and its heartbeats are played by the test."""
+"""The setup of elastic jobs, with real worker processes; the test stands in for the coordinator and its heartbeats."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from support.ranks import eventually
 NUMBER = "import os\nnumber = int(os.environ['GRADWIRE_MEMBER'].removeprefix('box/'))\n"
 
 
-class Pulse:
-    """In the place of heartbeats."""
+class FakeHeartbeats:
+    """Records what a setup reports, and sends it the news of a coordinator."""
 
     def __init__(self, on_news: Callable[[News], None]) -> None:
         self.tell = on_news
         self.watched: list[str] = []
         self.ended: list[str] = []
-        self.still: list[str] = []
+        self.stopped: list[str] = []
 
     def start(self) -> None:
         pass
@@ -44,7 +44,7 @@ class Pulse:
         self.watched += ids
 
     def frozen(self, ids: Iterable[str]) -> None:
-        self.still = list(ids)
+        self.stopped = list(ids)
 
     def gone(self, ids: Iterable[str]) -> None:
         self.ended += ids
@@ -69,15 +69,17 @@ class Elastic:
         log_dir: Path | None = None,
     ) -> None:
         self.out, self.err = io.StringIO(), io.StringIO()
-        self._pulses: list[Pulse] = []
-        meeting = ElasticRendezvous("127.0.0.1:9", "a token of this job", "box", "a-job", size, heartbeats=self._pulse)
+        self._heartbeats: list[FakeHeartbeats] = []
+        rendezvous = ElasticRendezvous(
+            "127.0.0.1:9", "a token of this job", "box", "a-job", size, heartbeats=self._new_heartbeats
+        )
         coordinator_process = (
             CoordinatorProcess(Task.script(coordinator), os.environ) if coordinator is not None else None
         )
         self.supervisor = Supervisor(
             Task.script(script),
             size,
-            ElasticSetup(size, meeting, coordinator_process),
+            ElasticSetup(size, rendezvous, coordinator_process),
             restarts=Restarts(minimum=minimum, restarts=restarts, first_delay=first_delay),
             chaos=Chaos(parse(chaos), 0) if chaos is not None else None,
             output=Output(out=self.out, err=self.err, log_dir=log_dir),
@@ -86,12 +88,12 @@ class Elastic:
         )
 
     @property
-    def pulse(self) -> Pulse:
-        return self._pulses[0]
+    def heartbeats(self) -> FakeHeartbeats:
+        return self._heartbeats[0]
 
-    def _pulse(self, on_news: Callable[[News], None]) -> Pulse:
-        self._pulses.append(Pulse(on_news))
-        return self._pulses[-1]
+    def _new_heartbeats(self, on_news: Callable[[News], None]) -> FakeHeartbeats:
+        self._heartbeats.append(FakeHeartbeats(on_news))
+        return self._heartbeats[-1]
 
     def ended(self) -> Ended:
         assert self.supervisor.wait(LONG), f"the job did not end\n{self.out.getvalue()}\n{self.err.getvalue()}"
@@ -128,8 +130,8 @@ def test_lost_worker_is_replaced_under_a_new_number(tmp_path: Path, ready: Ready
     assert (ended.outcome.root, ended.outcome.exit_code) == (None, 0)
     assert [one.status for one in ended.outcome.endings] == [0, -9, 0]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"worker-{n}.log" for n in range(3)]
-    assert job.pulse.watched == ["box/0", "box/1", "box/2"]
-    assert sorted(job.pulse.ended) == ["box/0", "box/1", "box/2"]
+    assert job.heartbeats.watched == ["box/0", "box/1", "box/2"]
+    assert sorted(job.heartbeats.ended) == ["box/0", "box/1", "box/2"]
 
 
 def test_worker_environment_describes_the_elastic_job(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_worker_environment_describes_the_elastic_job(tmp_path: Path) -> None:
     shared = "1,127.0.0.1:9,a-job,a token of this job"
     assert f"[0] box/0,{shared},0,2,0,None,None\n" in ended.out
     assert f"[1] box/1,{shared},1,2,1,None,None\n" in ended.out
-    if len(job.supervisor.workers) == 3:  # not if the first was done before the second died
+    if len(job.supervisor.workers) == 3:  # unless the first worker finished before the second died
         assert f"[2] box/2,{shared},None,None,1,None,None\n" in ended.out
 
 
@@ -177,13 +179,13 @@ def test_job_below_its_minimum_without_restarts_fails(tmp_path: Path, ready: Rea
     assert ended.outcome.endings[0].stopped
 
 
-def test_job_may_shrink_to_its_minimum(tmp_path: Path, ready: Ready) -> None:
+def test_job_continues_down_to_its_minimum(tmp_path: Path, ready: Ready) -> None:
     code = f"{NUMBER}{ready.code}say(b'ready\\n')\nready.recv(1)\n"
     job = Elastic(written(tmp_path, code), 3, minimum=2)
     with job.supervisor:
         with ready.told(3):
             os.kill(job.pids()[0], signal.SIGKILL)
-            assert eventually(lambda: "2 go on" in job.err.getvalue())
+            assert eventually(lambda: "2 workers continue" in job.err.getvalue())
         ended = job.ended()
     assert ended.outcome.exit_code == 0
 
@@ -193,10 +195,10 @@ def test_error_without_a_recovery_fails_the_job(tmp_path: Path, ready: Ready) ->
     for regrouped in (False, True):
         job = Elastic(written(tmp_path, code), 2)
         with job.supervisor:
-            job.pulse.tell(News(1, 0, (), None))
+            job.heartbeats.tell(News(1, 0, (), None))
             with ready.told(2):
-                assert eventually(lambda job=job: "1 goes on" in job.err.getvalue())  # type: ignore[misc]
-                job.pulse.tell(News(1 + regrouped, 0, (), None))
+                assert eventually(lambda job=job: "1 worker continues" in job.err.getvalue())  # type: ignore[misc]
+                job.heartbeats.tell(News(1 + regrouped, 0, (), None))
             ended = job.ended()
         assert ended.outcome.exit_code == (0 if regrouped else 1)
 
@@ -205,12 +207,14 @@ FINISHED = "from gradwire.errors import Finished\nraise Finished('there is nothi
 
 
 @pytest.mark.parametrize("news", [None, News(0, 0, (), None)])
-def test_job_whose_workers_all_came_too_late_without_any_work_has_failed(tmp_path: Path, news: News | None) -> None:
-    """Nobody has worked, here or elsewhere: that is no success, and the reason is the root cause."""
+def test_job_whose_workers_are_all_refused_as_too_late_without_any_work_has_failed(
+    tmp_path: Path, news: News | None
+) -> None:
+    """No worker has done anything, here or elsewhere: the job has failed, and the refusal is the root cause."""
     job = Elastic(written(tmp_path, FINISHED), 2, restarts=2)
     with job.supervisor:
         if news is not None:
-            job.pulse.tell(news)
+            job.heartbeats.tell(news)
         ended = job.ended()
     assert len(ended.outcome.endings) == 2
     assert ended.outcome.exit_code == 1
@@ -218,10 +222,10 @@ def test_job_whose_workers_all_came_too_late_without_any_work_has_failed(tmp_pat
     assert "Finished: there is nothing left to join" in explain(ended.outcome.root, ())
 
 
-def test_workers_that_come_too_late_to_a_finished_job_have_not_failed(tmp_path: Path) -> None:
+def test_workers_that_join_a_finished_job_have_not_failed(tmp_path: Path) -> None:
     job = Elastic(written(tmp_path, FINISHED), 2)
     with job.supervisor:
-        job.pulse.tell(News(3, 0, (), None, finished=True))
+        job.heartbeats.tell(News(3, 0, (), None, finished=True))
         ended = job.ended()
     assert (ended.outcome.exit_code, ended.outcome.root) == (0, None)
 
@@ -233,7 +237,7 @@ def test_worker_that_crashes_in_its_set_up_is_replaced_later_each_time(
     job = Elastic(written(tmp_path, code), 1, restarts=9, first_delay=0.01)
     with job.supervisor:
         ended = job.ended()
-    said = re.findall(r"another one takes its place in ([0-9.]+) s, because .* \(restart (\d) of 9\)", ended.err)
+    said = re.findall(r"it is replaced in ([0-9.]+) s, because .* \(restart (\d) of 9\)", ended.err)
     assert said == [("0.01", "2"), ("0.02", "3"), ("0.04", "4")]
     assert ended.err.count("takes its place (restart ") == 4
     assert len(ended.outcome.endings) == 5
@@ -244,7 +248,7 @@ def test_worker_with_a_delayed_replacement_is_not_replaced_when_the_job_stops(
 ) -> None:
     job = Elastic(written(tmp_path, "raise SystemExit(3)\n"), 1, restarts=9, first_delay=LONG)
     with job.supervisor:
-        assert eventually(lambda: "takes its place in 30 s" in job.err.getvalue())
+        assert eventually(lambda: "it is replaced in 30 s" in job.err.getvalue())
         assert not job.supervisor.wait(0)
         job.supervisor.stop(signal.SIGTERM)
         ended = job.ended()
@@ -269,7 +273,7 @@ def test_workers_receive_news_and_cuts(tmp_path: Path, ready: Ready) -> None:
     with job.supervisor:
         with ready.told(2):
             assert eventually(lambda: "cut the links between worker 0 and worker 1" in job.err.getvalue())
-            job.pulse.tell(News(4, 1, ("box/1",), None))
+            job.heartbeats.tell(News(4, 1, ("box/1",), None))
         ended = job.ended()
     assert sorted(ended.out.splitlines()) == ["[0] 4 1 () box/1", "[1] 4 1 ('box/1',) box/0"]
 
@@ -281,11 +285,11 @@ def test_frozen_worker_is_replaced_after_a_generation_without_it(
     code = f"{NUMBER}{ready.code}say(b'ready\\n')\nready.recv(1)\n"
     job = Elastic(written(tmp_path, code), 2, restarts=1)
     with job.supervisor:
-        job.pulse.tell(News(1, 0, (), None))
+        job.heartbeats.tell(News(1, 0, (), None))
         with ready.told(2):
             os.kill(job.pids()[0], signal.SIGSTOP)
-            assert eventually(lambda: job.pulse.still == ["box/0"])  # no heartbeat says that it lives
-            job.pulse.tell(News(2, 0, (), None))
+            assert eventually(lambda: job.heartbeats.stopped == ["box/0"])  # its heartbeats stop
+            job.heartbeats.tell(News(2, 0, (), None))
             with ready.told(1):
                 pass
         ended = job.ended()
@@ -302,17 +306,17 @@ def test_coordinator_that_was_killed_is_restarted(tmp_path: Path, ready: Ready) 
         with ready.told(2) as told:
             told.remove("worker")
             first = Watched(int(told[0]))
-            assert job.supervisor.disturb("restart coordinator", []) == f"killed the coordinator (pid {first.pid})"
+            assert job.supervisor.inject("restart coordinator", []) == f"killed the coordinator (pid {first.pid})"
             with ready.told(1) as (pid,):
                 assert first.ends(0)
                 second = Watched(int(pid))
         ended = job.ended()
         assert second.ends(0)
-    assert ended.err == f"gradwire: the coordinator (pid {first.pid}) was killed by chaos; it is started anew\n"
+    assert ended.err == f"gradwire: the coordinator (pid {first.pid}) was killed by chaos; it is restarted\n"
     assert ended.outcome.exit_code == 0
 
 
-def test_coordinator_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
+def test_coordinator_that_cannot_start_fails_the_job(tmp_path: Path) -> None:
     serve = written(tmp_path, "raise SystemExit('the journal is damaged')", "serve.py")
     job = Elastic(written(tmp_path, WAIT), 1, coordinator=serve)
     said = r"the coordinator \(pid \d+\) gave up at serve.py:1: .* before the job began\nthe journal is damaged$"
@@ -336,25 +340,25 @@ def test_chaos_kill_is_recovered_by_the_job(tmp_path: Path, ready: Ready) -> Non
     assert ended.outcome.exit_code == 0
 
 
-def test_chaos_kill_in_a_job_of_fixed_members_fails_it(tmp_path: Path) -> None:
+def test_chaos_kill_in_a_job_of_fixed_size_fails_it(tmp_path: Path) -> None:
     ended = run(Task.script(written(tmp_path, WAIT)), 2, chaos=Chaos(parse("kill 1 @0s"), 0))
     assert ended.outcome.exit_code == 137
     assert ended.outcome.root is not None
-    assert ended.outcome.root.doom == "was killed by chaos"
+    assert ended.outcome.root.kill_reason == "was killed by chaos"
 
 
-def test_chaos_freeze_thaws_the_worker_in_time(tmp_path: Path, ready: Ready) -> None:
+def test_chaos_freeze_resumes_the_worker_after_its_duration(tmp_path: Path, ready: Ready) -> None:
     script = written(tmp_path, f"{ready.code}say(b'ready\\n')\nready.recv(1)\n")
     job = Job(Task.script(script), 1, chaos=Chaos(parse("freeze 0 @0s for 100ms"), 0))
     with job.supervisor:
         with ready.told(1):
-            assert eventually(lambda: "chaos: thawed" in job.err.getvalue())
+            assert eventually(lambda: "chaos: resumed" in job.err.getvalue())
         ended = job.ended()
     assert ended.outcome.exit_code == 0
-    froze, thawed = ended.err.splitlines()
+    froze, resumed = ended.err.splitlines()
     pid = job.supervisor.workers[0].pid
     assert re.fullmatch(rf"chaos: froze rank 0 \(pid {pid}\) at \d+\.\d s, for 0\.1 s", froze)
-    assert re.fullmatch(rf"chaos: thawed rank 0 \(pid {pid}\) at \d+\.\d s", thawed)
+    assert re.fullmatch(rf"chaos: resumed rank 0 \(pid {pid}\) at \d+\.\d s", resumed)
 
 
 def test_chaos_frozen_worker_ends_when_the_job_stops(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plans of faults: their text, and which are due when."""
+"""Scripts of faults: how their text is parsed, and which actions are due when."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def test_parse_ignores_spaces_and_the_order_of_times() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "nothing is to be done"),
-        ("seed 3", "nothing is to be done"),
+        ("", "there is no statement"),
+        ("seed 3", "there is no statement"),
         ("kil 2 @5s", "'kil 2 @5s': there is no 'kil'; there are kill, freeze, cut, restart coordinator, join"),
         ("kill 2 @5s; kill @5s", "'kill @5s': 'kill' needs a worker"),
         ("kill", "'kill' needs a worker: write for example 'kill 2 @5s' or 'kill random @5s'"),
         ("kill two @5s", "'two' does not name a worker"),
         ("cut 3 @5s", "'3' does not name two workers: write for example 'cut 0-3 @5s'"),
         ("cut 3-3 @5s", "names one worker twice"),
-        ("kill 2", "it does not say when"),
+        ("kill 2", "the time is missing"),
         ("kill 2 @5", "'5' is not a time; write 5s, 0.5s, 500ms or 2min"),
         ("kill 2 @-5s", "'-5s' is not a time"),
         ("kill 2 @", "after '@' a time is missing"),
-        ("kill 2 @1s @2s", "'@' is said twice"),
+        ("kill 2 @1s @2s", "'@' is given twice"),
         ("kill 2 soon", "'soon' is not understood"),
         ("kill 2 every 0s", "would never end"),
         ("kill 2 @1s for 2s", "'kill' does not last"),
@@ -81,13 +81,13 @@ def chaos(text: str, seed: int = 0) -> Chaos:
     return Chaos(parse(text), seed)
 
 
-def test_due_returns_deeds_at_their_times() -> None:
+def test_due_returns_actions_at_their_times() -> None:
     plan = chaos("kill 2 @5s; freeze 1 @8s for 3s; cut 0-3 @12s; restart coordinator @15s")
-    done = [(time, deed) for time in range(17) for deed in plan.due(time, range(4))]
+    done = [(time, event) for time in range(17) for event in plan.due(time, range(4))]
     assert done == [
         (5, FaultAction("kill", (2,))),
         (8, FaultAction("freeze", (1,), 3.0)),
-        (11, FaultAction("thaw", (1,))),
+        (11, FaultAction("resume", (1,))),
         (12, FaultAction("cut", (0, 3))),
         (15, FaultAction("restart coordinator", ())),
     ]
@@ -95,13 +95,13 @@ def test_due_returns_deeds_at_their_times() -> None:
     assert plan.stop(range(4)) == [FaultAction("heal", (0, 3))]
 
 
-def test_due_repeated_deed_keeps_its_interval_without_catching_up() -> None:
+def test_due_repeated_action_keeps_its_interval_without_catching_up() -> None:
     plan = chaos("kill 0 @1s every 2s")
     assert plan.next_due == 1.0
     assert [len(plan.due(now, [0])) for now in (0.9, 1.0, 1.5, 3.1, 20.0, 20.5, 21.0)] == [0, 1, 0, 1, 1, 0, 1]
 
 
-def test_due_deed_for_a_dead_worker_is_marked_missing() -> None:
+def test_due_action_for_a_dead_worker_is_marked_missing() -> None:
     plan = chaos("kill 2 @1s; freeze 1 @1s for 1s; cut 1-2 @1s; kill random @1s")
     assert plan.due(1, [1]) == [
         FaultAction("kill", (2,), missing=True),
@@ -109,7 +109,7 @@ def test_due_deed_for_a_dead_worker_is_marked_missing() -> None:
         FaultAction("cut", (1, 2), missing=True),
         FaultAction("kill", (1,)),
     ]
-    assert plan.due(3, []) == []  # it died before it was to thaw
+    assert plan.due(3, []) == []  # it died before it was to resume
     assert chaos("kill random @1s").due(1, []) == [FaultAction("kill", (), missing=True)]
 
 
@@ -118,9 +118,9 @@ def test_due_random_choice_depends_on_the_seed(seed: int, living: set[int]) -> N
     text = "kill random every 1s; cut random every 1s"
     one, two = chaos(text, seed), chaos(f"seed {seed % 1000}; {text}", 5)
     for now in range(1, 6):
-        deeds = one.due(now, living)
-        assert [len(deed.targets) for deed in deeds] == [1, 2]
-        assert all(set(deed.targets) <= living for deed in deeds)
+        events = one.due(now, living)
+        assert [len(event.targets) for event in events] == [1, 2]
+        assert all(set(event.targets) <= living for event in events)
     assert two.seed == seed % 1000
     again = chaos(text, seed)
     assert again.due(1, sorted(living)) == chaos(text, seed).due(1, living)
@@ -128,6 +128,6 @@ def test_due_random_choice_depends_on_the_seed(seed: int, living: set[int]) -> N
 
 def test_due_frozen_worker_is_not_frozen_again() -> None:
     plan = chaos("freeze random every 1s for 10s", seed=3)
-    frozen = [deed.targets for now in (1, 2, 3) for deed in plan.due(now, range(3))]
+    frozen = [event.targets for now in (1, 2, 3) for event in plan.due(now, range(3))]
     assert sorted(frozen) == [(0,), (1,), (2,)]
     assert plan.due(4, range(3)) == [FaultAction("freeze", (), 10.0, missing=True)]

@@ -1,4 +1,4 @@
-"""The folder of a run for logs and journal."""
+"""The folder for the logs and the journal of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
 
 
-def test_log_folder_with_an_earlier_run_moves_all_of_it_aside(tmp_path: Path) -> None:
+def test_log_folder_with_an_earlier_run_moves_all_of_it(tmp_path: Path) -> None:
     wanted = tmp_path / "logs"
     for run in ("first", "second"):
         with log_folder(wanted) as folder:

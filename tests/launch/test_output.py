@@ -84,7 +84,7 @@ def test_output_progress_bar_in_a_file_is_thinned_out() -> None:
     times = iter([0.0, 0.0, 1.0, 2.0, 6.0, 6.0, 7.0])
     out = io.StringIO()
     output = Output(out=out, err=io.StringIO(), clock=lambda: next(times))
-    with output.pipes("0", "rank-0.log") as (pipe, _):
+    with output.pipes("0", "rank-0.log") as (pipe, *_):
         output.start()
         for percent in (b"0%\r", b"1%\r", b"2%\r", b"3%\r", b"4%\r"):
             os.write(pipe, percent)
@@ -121,7 +121,7 @@ def test_output_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
     err = io.StringIO()
     output = Output(out=io.StringIO(), err=err, log_dir=tmp_path)
     (tmp_path / "full.log").symlink_to("/dev/full")
-    with output.pipes("0", "full.log") as (_, pipe):
+    with output.pipes("0", "full.log") as (_, pipe, _):
         os.write(pipe, b"one\n")
     output.start()
     assert output.close(LONG)
@@ -133,27 +133,39 @@ def test_output_of_a_later_worker_with_the_same_log_is_appended(tmp_path: Path) 
     output = Output(out=out, err=err, log_dir=tmp_path)
     output.start()
     for life in (b"first\n", b"second\n"):
-        with output.pipes("coordinator", "coordinator.log") as (pipe, _):
+        with output.pipes("coordinator", "coordinator.log") as (pipe, *_):
             os.write(pipe, life)
             _until_read(pipe)
-    output.say("a word of our own")
+    output.print_line("a word of our own")
     assert output.close(LONG)
     assert out.getvalue() == "[coordinator] first\n[coordinator] second\n"
     assert err.getvalue() == "a word of our own\n"
     assert (tmp_path / "coordinator.log").read_text() == "first\nsecond\n"
 
 
+def test_output_tracebacks_are_logged_and_kept_but_not_shown(tmp_path: Path) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    output = Output(out=out, err=err, log_dir=tmp_path)
+    with output.pipes("0", "rank-0.log") as pipes:
+        os.write(pipes.tracebacks, b"Traceback\nValueError: boom\n")
+    output.start()
+    assert output.close(LONG)
+    assert out.getvalue() + err.getvalue() == ""
+    assert (tmp_path / "rank-0.log").read_text() == "Traceback\nValueError: boom\n"
+    assert output.tail("0") == ["Traceback", "ValueError: boom"]
+
+
 def test_output_message_of_the_launcher_keeps_the_unfinished_line_at_the_bottom() -> None:
     terminal = Terminal()
     screen = Screen(terminal, terminal)
     screen.show("0", OUT, [], "10%")
-    screen.say("hello")
+    screen.print_line("hello")
     assert terminal.shown() == ["hello", "[0] 10%"]
 
 
 def test_output_tail_returns_the_last_lines() -> None:
     output = Output(out=io.StringIO(), err=io.StringIO())
-    with output.pipes("0", "rank-0.log") as (pipe, _):
+    with output.pipes("0", "rank-0.log") as (pipe, *_):
         os.write(pipe, b"".join(b"%d\n" % number for number in range(100)) + b"end")
     output.start()
     assert output.close(LONG)
@@ -162,7 +174,7 @@ def test_output_tail_returns_the_last_lines() -> None:
 
 def test_output_pipe_that_outlives_the_workers_does_not_delay_the_end() -> None:
     output = Output(out=io.StringIO(), err=io.StringIO())
-    with output.pipes("0", "rank-0.log") as (pipe, _):
+    with output.pipes("0", "rank-0.log") as (pipe, *_):
         escaped = os.dup(pipe)
     output.start()
     try:
@@ -188,7 +200,7 @@ def test_output_screen_that_stands_still_delays_only_the_printing() -> None:
     reader = threading.Thread(target=move_again, daemon=True)
     with open(writing, "w") as paused:
         output = Output(out=paused, err=io.StringIO())
-        with output.pipes("0", "rank-0.log") as (pipe, _):
+        with output.pipes("0", "rank-0.log") as (pipe, *_):
             writer = threading.Thread(target=write, args=(os.dup(pipe),), daemon=True)
             output.start()
             writer.start()

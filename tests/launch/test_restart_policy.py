@@ -1,4 +1,4 @@
-"""Whether a job goes on after a loss, replaces the worker, or has failed."""
+"""Whether a job continues after a loss, replaces the worker, or has failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gradwire.launch.restart_policy import Backoff, EndKind, Restarts, Verdict
 
 GO_ON, REPLACE, GIVE_UP = Verdict.GO_ON, Verdict.REPLACE, Verdict.GIVE_UP
-WELL, LOST, ERROR, TURNED_AWAY = EndKind.WELL, EndKind.LOST, EndKind.ERROR, EndKind.TURNED_AWAY
+WELL, LOST, ERROR, REFUSED = EndKind.WELL, EndKind.LOST, EndKind.ERROR, EndKind.REFUSED
 
 
 def job(size: int, minimum: int, restarts: int = 0, *, fixed: bool = False) -> Restarts:
@@ -19,10 +19,10 @@ def job(size: int, minimum: int, restarts: int = 0, *, fixed: bool = False) -> R
 
 
 def test_fixed_job_gives_up_after_any_failure() -> None:
-    for fate in (LOST, ERROR, TURNED_AWAY):
+    for end in (LOST, ERROR, REFUSED):
         first, last = job(3, 3, fixed=True), job(3, 3, fixed=True)
-        assert first.ended(1, fate) is GIVE_UP
-        assert [last.ended(0, WELL), last.ended(1, WELL), last.ended(2, fate)] == [GO_ON, GO_ON, GIVE_UP]
+        assert first.ended(1, end) is GIVE_UP
+        assert [last.ended(0, WELL), last.ended(1, WELL), last.ended(2, end)] == [GO_ON, GO_ON, GIVE_UP]
 
 
 def test_lost_worker_is_replaced_while_restarts_are_left() -> None:
@@ -59,12 +59,12 @@ def test_newcomer_turned_away_too_late_does_not_fail_the_job() -> None:
     elastic = job(2, 2, restarts=1)
     assert elastic.ended(1, LOST) is REPLACE
     elastic.started(2)
-    assert [elastic.ended(0, WELL), elastic.ended(2, TURNED_AWAY)] == [GO_ON, GO_ON]
+    assert [elastic.ended(0, WELL), elastic.ended(2, REFUSED)] == [GO_ON, GO_ON]
 
 
 def test_worker_that_was_turned_away_is_not_replaced() -> None:
     elastic = job(2, 1, restarts=5)
-    assert [elastic.ended(0, TURNED_AWAY), elastic.ended(1, TURNED_AWAY)] == [GO_ON, GIVE_UP]
+    assert [elastic.ended(0, REFUSED), elastic.ended(1, REFUSED)] == [GO_ON, GIVE_UP]
 
 
 def test_error_after_others_finished_fails_the_job() -> None:
@@ -94,7 +94,7 @@ def test_worker_that_left_before_a_regrouping_has_not_finished_the_job() -> None
 
 def test_members_of_other_launchers_count_towards_the_minimum() -> None:
     elastic = job(2, 2)
-    elastic.elsewhere = 2
+    elastic.remote = 2
     assert [elastic.ended(0, LOST), elastic.ended(1, LOST)] == [GO_ON, GO_ON]
 
 
@@ -109,7 +109,7 @@ def test_finished_job_replaces_no_worker() -> None:
     elastic = job(5, 3, restarts=5)
     assert [elastic.ended(0, WELL), elastic.ended(1, LOST)] == [GO_ON, REPLACE]
     elastic.done = True
-    assert [elastic.ended(2, LOST), elastic.ended(3, TURNED_AWAY), elastic.ended(4, LOST)] == [GO_ON] * 3
+    assert [elastic.ended(2, LOST), elastic.ended(3, REFUSED), elastic.ended(4, LOST)] == [GO_ON] * 3
 
 
 def test_loss_without_a_coordinator_fails_the_job() -> None:
@@ -125,9 +125,9 @@ def test_any_history_of_a_job_ends(size: int, data: st.DataObject) -> None:
     elastic = job(size, minimum, restarts)
     number, gave_up = size, False
     while elastic.living:
-        fate = data.draw(st.sampled_from(EndKind))
-        verdict = elastic.ended(data.draw(st.sampled_from(sorted(elastic.living))), fate)
-        assert fate is not WELL or verdict is GO_ON
+        end = data.draw(st.sampled_from(EndKind))
+        verdict = elastic.ended(data.draw(st.sampled_from(sorted(elastic.living))), end)
+        assert end is not WELL or verdict is GO_ON
         if verdict is REPLACE:
             assert not gave_up
             elastic.started(number)
@@ -166,18 +166,18 @@ def test_delay_counts_by_local_rank() -> None:
 def test_pending_replacement_counts_as_a_living_worker() -> None:
     elastic = job(2, 2, restarts=1)
     assert elastic.ended(0, ERROR) is REPLACE
-    elastic.coming = 1
+    elastic.pending = 1
     assert elastic.ended(1, LOST) is GIVE_UP  # one of two
     assert not elastic.over
     elastic = job(3, 2, restarts=1)
     assert elastic.ended(0, ERROR) is REPLACE
-    elastic.coming = 1
+    elastic.pending = 1
     assert elastic.ended(1, LOST) is GO_ON
 
 
 def test_pending_replacement_is_not_started_when_the_others_are_done() -> None:
     elastic = job(2, 1, restarts=1)
     assert elastic.ended(0, ERROR) is REPLACE
-    elastic.coming = 1
+    elastic.pending = 1
     assert elastic.ended(1, WELL) is GO_ON
     assert elastic.over

@@ -1,4 +1,4 @@
-"""Bytes of a terminal cut into lines."""
+"""Bytes of a stream, split into lines as a terminal shows them."""
 
 from __future__ import annotations
 

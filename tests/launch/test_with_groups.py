@@ -1,4 +1,4 @@
-"""Launched ranks that really meet."""
+"""Launched ranks that form a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gradwire as gw
 from gradwire.launch import rendezvous, supervisor
 
 
-def test_launch_ranks_meet_and_reduce() -> None:
+def test_launch_ranks_form_a_group_and_reduce() -> None:
     def job(factor: int) -> tuple[int, int, int]:
         with gw.init() as group:
             return group.rank, group.size, group.all_reduce(factor * (group.rank + 1))
@@ -21,7 +21,7 @@ def test_launch_ranks_meet_and_reduce() -> None:
 
 
 def test_launch_raises_the_exception_that_broke_the_group() -> None:
-    """Though it leaves no `with group`: it is the end of the process that tells the others."""
+    """Also without `with group`: the exit of the process informs the other ranks."""
 
     def job() -> None:
         group = gw.init()

@@ -1,4 +1,4 @@
-"""A script in a worker cannot tell that it is one: what it sees, prints and returns is what plain Python gives it."""
+"""A script behaves in a worker as under plain Python; only its uncaught exception is reported and logged."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,31 @@ def plainly(*arguments: str, cwd: Path) -> Finished:
     )
 
 
-def as_worker(*arguments: str, cwd: Path) -> tuple[Finished, dict[str, Any] | None]:
-    """As `plainly`, with the report that the worker made."""
+def as_worker(*arguments: str, cwd: Path, **environ: str) -> tuple[Finished, str, dict[str, Any] | None]:
+    """As `plainly`, with the worker's log of tracebacks and its report."""
     ours, theirs = socket.socketpair()
-    with ours:
+    with ours, tempfile.TemporaryFile("w+") as tracebacks:
         with theirs:
             ours.send(b".")
+            descriptors = [theirs.fileno(), tracebacks.fileno()]
             finished = subprocess.run(
-                [sys.executable, worker_main.__file__, str(theirs.fileno()), *arguments],
+                [sys.executable, worker_main.__file__, *map(str, descriptors), *arguments],
                 cwd=cwd,
+                env=os.environ | environ,
                 capture_output=True,
                 text=True,
                 timeout=LONG,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
             )
         with ours.makefile("rb") as file:
             message = file.read()
+        tracebacks.seek(0)
+        logged = tracebacks.read()
     if not message:
-        return finished, None
+        return finished, logged, None
     assert message[:1] == worker_main.REPORT
-    return finished, json.loads(message[worker_main.HEADER_SIZE :])
+    return finished, logged, json.loads(message[worker_main.HEADER_SIZE :])
 
 
 SCRIPTS = {
@@ -108,9 +113,9 @@ def test_worker_runs_a_script_as_plain_python_does(code: str, tmp_path: Path) ->
     written(tmp_path / "elsewhere", code)
     name = os.path.join("elsewhere", "script.py")
     expected = plainly(name, "-x", "--help", "--", "ü", "", cwd=tmp_path)
-    finished, report = as_worker("script", name, "-x", "--help", "--", "ü", "", cwd=tmp_path)
+    finished, logged, report = as_worker("script", name, "-x", "--help", "--", "ü", "", cwd=tmp_path)
     assert finished.stdout == expected.stdout
-    assert finished.stderr == expected.stderr
+    assert finished.stderr + logged == expected.stderr
     assert finished.returncode == expected.returncode
     if report is not None and report["type"] not in ("SystemExit", "KeyboardInterrupt"):
         assert finished.stdout.startswith("hook") or report["traceback"] in expected.stderr
@@ -133,17 +138,17 @@ def test_worker_runs_a_module_as_plain_python_does(name: str, tmp_path: Path) ->
     written(tmp_path / "package", show, "inside.py")
     written(tmp_path / "package", show, "__main__.py")
     expected = plainly("-m", name, "--flag", cwd=tmp_path)
-    finished, _ = as_worker("module", name, "--flag", cwd=tmp_path)
+    finished, logged, _ = as_worker("module", name, "--flag", cwd=tmp_path)
     assert finished.stdout == expected.stdout
     assert finished.returncode == expected.returncode
-    # Python's own traceback also shows the frames of runpy, which are as foreign to the user as ours.
-    assert finished.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
-    assert "child.py" not in finished.stderr
+    # Only the last lines are equal: Python's own traceback also shows the frames of runpy.
+    assert (finished.stderr + logged).splitlines()[-1:] == expected.stderr.splitlines()[-1:]
+    assert "worker_main.py" not in finished.stderr + logged
 
 
 def test_worker_loads_no_modules_before_the_script(tmp_path: Path) -> None:
     script = written(tmp_path, "import sys; print(*sys.modules)")
-    finished, _ = as_worker("script", script, cwd=tmp_path)
+    finished, _, _ = as_worker("script", script, cwd=tmp_path)
     expected = set(plainly(script, cwd=tmp_path).stdout.split())
     more = set(finished.stdout.split()) - expected - {"__future__", "warnings"}
     assert {name.partition(".")[0] for name in more} <= {"importlib"}
@@ -151,7 +156,7 @@ def test_worker_loads_no_modules_before_the_script(tmp_path: Path) -> None:
 
 def test_report_describes_the_exception(tmp_path: Path) -> None:
     script = written(tmp_path, "def f():\n    raise ValueError('boom')\n\n\nf()\n")
-    _, report = as_worker("script", script, cwd=tmp_path)
+    _, _, report = as_worker("script", script, cwd=tmp_path)
     assert report is not None
     assert (report["type"], report["message"], report["place"]) == ("ValueError", "boom", "script.py:5")
     assert report["traceback"].startswith("Traceback (most recent call last):\n  File")
@@ -172,22 +177,52 @@ def test_report_describes_the_exception(tmp_path: Path) -> None:
 )
 def test_report_marks_errors_of_a_broken_group(code: str, tmp_path: Path) -> None:
     script = written(tmp_path, f"from gradwire.errors import PeerLost\n{code}\n")
-    _, report = as_worker("script", script, cwd=tmp_path)
+    _, _, report = as_worker("script", script, cwd=tmp_path)
     assert report is not None
     assert (report["broken"], report["culprit"]) == (True, 2)
 
 
 def test_report_of_an_error_that_cannot_be_shown_is_sent(tmp_path: Path) -> None:
     code = "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd"
-    finished, report = as_worker("script", written(tmp_path, code), cwd=tmp_path)
+    finished, _, report = as_worker("script", written(tmp_path, code), cwd=tmp_path)
     assert report is not None
     assert report["type"] == "Odd"
     assert finished.returncode == 1
 
 
+def test_worker_error_that_was_reported_goes_to_the_log_with_all_frames(tmp_path: Path) -> None:
+    script = written(tmp_path, "import gradwire as gw\ngw.launch(print, 0)\n")
+    finished, logged, report = as_worker("script", script, cwd=tmp_path)
+    assert (finished.stderr, finished.returncode) == ("", 1)
+    assert report is not None
+    assert "function.py" in logged
+    assert "function.py" not in report["traceback"]
+    assert logged.splitlines()[-1] == report["traceback"].splitlines()[-1]
+
+
+def test_worker_report_has_all_frames_if_they_are_asked_for(tmp_path: Path) -> None:
+    script = written(tmp_path, "import gradwire as gw\ngw.launch(print, 0)\n")
+    _, logged, report = as_worker("script", script, cwd=tmp_path, GRADWIRE_TRACEBACK="full")
+    assert report is not None
+    assert report["traceback"] == logged
+
+
+def test_worker_with_a_hook_of_its_own_prints_by_it(tmp_path: Path) -> None:
+    code = """
+        import sys
+        sys.excepthook = lambda kind, error, trace: print("mine:", error, file=sys.stderr)
+        import gradwire as gw
+        gw.launch(print, 0)
+    """
+    finished, logged, report = as_worker("script", written(tmp_path, code), cwd=tmp_path)
+    assert finished.stderr.startswith("mine: launch needs a number of processes")
+    assert logged == ""
+    assert report is not None
+
+
 def test_forked_child_sends_no_report_for_the_worker(tmp_path: Path) -> None:
     code = "import os\nif os.fork() == 0: raise ValueError('in the child')\nos.wait()\n"
-    finished, report = as_worker("script", written(tmp_path, code), cwd=tmp_path)
+    finished, _, report = as_worker("script", written(tmp_path, code), cwd=tmp_path)
     assert "in the child" in finished.stderr
     assert finished.returncode == 0
     assert report is None
@@ -200,7 +235,7 @@ def test_worker_survives_a_script_that_closes_all_descriptors(tmp_path: Path) ->
         files = [open(f"file-{number}", "wb") for number in range(20)]
         raise ValueError("boom")
     """
-    finished, report = as_worker("script", written(tmp_path, code), cwd=tmp_path)
+    finished, _, report = as_worker("script", written(tmp_path, code), cwd=tmp_path)
     assert finished.stderr.endswith("ValueError: boom\n")
     assert report is None
     assert {path.read_bytes() for path in tmp_path.glob("file-*")} == {b""}
@@ -212,7 +247,7 @@ def test_worker_without_the_start_byte_runs_nothing(tmp_path: Path) -> None:
     with theirs:
         ours.close()
         finished = subprocess.run(
-            [sys.executable, worker_main.__file__, str(theirs.fileno()), "script", script],
+            [sys.executable, worker_main.__file__, str(theirs.fileno()), "2", "script", script],
             capture_output=True,
             timeout=LONG,
             pass_fds=[theirs.fileno()],

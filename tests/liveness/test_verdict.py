@@ -150,8 +150,33 @@ def test_verdict_mismatch_waits_for_the_calls_of_all_ranks_and_shows_them() -> N
         "ranks disagree on call #7\n"
         "  rank 0: all_reduce(float32[4]) at train.py:88\n"
         "  rank 1: all_reduce(float32[4]) at train.py:88\n"
-        "  rank 2: barrier() at train.py:90"
+        "  rank 2: barrier() at train.py:90  <-- differs"
     )
+
+
+def test_verdict_mismatch_of_many_ranks_shows_equal_calls_in_one_row() -> None:
+    ranks = range(16)
+    one = verdict(MISMATCH, size=16)
+    for rank in ranks:
+        odd = {5: [call(7, "barrier()", 90)], 6: [call(6, "barrier()")]}
+        one.add_calls(1, ranks, rank, odd.get(rank, [call(7, "all_reduce(float32[4])", 88)]))
+    assert one.decide(100.0)
+    assert raised(one).culprit == 5
+    assert str(raised(one)).splitlines() == [
+        "ranks disagree on call #7",
+        "  ranks 0-4, 7-15: all_reduce(float32[4]) at train.py:88",
+        "  rank 5:          barrier() at train.py:90  <-- differs",
+        "  rank 6:          has not reached this call; its last call was barrier() at train.py:1",
+    ]
+
+
+def test_verdict_mismatch_without_a_majority_marks_no_rank() -> None:
+    one = verdict(MISMATCH, size=4)
+    for rank in range(4):
+        one.add_calls(1, range(4), rank, [call(7, "ab"[rank % 2])])
+    assert one.decide(100.0)
+    assert "<--" not in str(raised(one))
+    assert raised(one).culprit is None
 
 
 def test_verdict_mismatch_names_the_first_difference() -> None:

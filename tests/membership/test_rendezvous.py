@@ -21,6 +21,7 @@ from gradwire.membership.client import requests, session
 from gradwire.membership.client.requests import register, unregister
 from gradwire.membership.coordinator import servicer
 from gradwire.membership.coordinator.service import Coordinator
+from gradwire.membership.v1 import gradwire_pb2 as pb
 from support.captured_log import CapturedLog
 from support.membership_claims import SECRET
 
@@ -277,6 +278,25 @@ def test_register_that_waits_long_is_logged(
     coordinator.stop()
     with pytest.raises(Refused):
         waiting.result(60)
+
+
+@pytest.mark.parametrize(
+    ("rank", "missing", "count", "lowest"),
+    [
+        (0, [1, 2], 2, True),
+        (1, [0, 2], 2, True),
+        (2, [0], 1, False),  # rank 1 waits too
+        (None, [1, 2], 2, True),
+        (2, [], 0, True),  # the reply does not list ranks
+        (40, [*range(16)], 30, True),  # the list is cut off: ranks from 16 to 39 may be missing as well
+        (40, [*range(1, 17)], 30, False),  # rank 0 waits too
+    ],
+)
+def test_register_that_waits_long_is_logged_by_the_lowest_rank(
+    rank: int | None, missing: list[int], count: int, lowest: bool
+) -> None:
+    waiting = pb.Waiting(missing=missing, missing_count=count)
+    assert requests.is_lowest_present(rank, waiting) is lowest
 
 
 def test_unregister_returns_whether_the_member_was_known(serve: Serve) -> None:

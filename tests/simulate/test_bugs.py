@@ -1,6 +1,6 @@
-"""Simulation of deliberately planted bugs: each is found within 1,000 seeds.
+"""The simulation finds each deliberately planted bug within 1,000 seeds.
 
-The first seeds to try are those that have found it before; if the simulation has changed since, it takes longer.
+Each test first tries the seeds that found its bug before. If the simulation has changed since, the test takes longer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def survivors_do_not_keep_their_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "record", lambda roster, order: record(roster, order[::-1]))
 
 
-def a_complaint_drops_nobody(patch: pytest.MonkeyPatch) -> None:
+def complaints_drop_no_member(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(state_machine, "cut_off", lambda *_: [])
 
 
@@ -63,7 +63,7 @@ def a_spoiled_state_counts_as_sound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_protocol, "is_intact", lambda completed, remembered, now, overwritten: True)
 
 
-def a_first_step_that_was_cut_short_counts_as_nothing(patch: pytest.MonkeyPatch) -> None:
+def an_interrupted_first_step_leaves_the_state_sound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         step_protocol,
         "is_intact",
@@ -82,7 +82,7 @@ def a_vote_does_not_wait_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Collectives, "run", hasty)
 
 
-def nobody_says_goodbye(patch: pytest.MonkeyPatch) -> None:
+def members_leave_without_a_goodbye_message(patch: pytest.MonkeyPatch) -> None:
     handle = ControlProtocol.handle
 
     def silent(control: ControlProtocol, event: Event, now: float) -> Sequence[Instruction]:
@@ -91,12 +91,12 @@ def nobody_says_goodbye(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControlProtocol, "handle", silent)
 
 
-def a_member_of_another_run_is_let_in(patch: pytest.MonkeyPatch) -> None:
+def a_member_of_another_run_is_admitted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(admission_rules, "is_of_another_run", lambda claim, terms, roster: False)
     patch.setattr(registration_rules, "is_of_another_run", lambda claim, assembly: False)
 
 
-def an_unfit_newcomer_is_let_in(patch: pytest.MonkeyPatch) -> None:
+def an_unfit_newcomer_is_admitted(patch: pytest.MonkeyPatch) -> None:
     objection = admission_rules.objection
 
     def trusting(claim: Claim, terms: Terms, roster: Roster) -> str | None:
@@ -117,7 +117,7 @@ def a_generation_without_the_state_stays_in_its_run(patch: pytest.MonkeyPatch) -
     patch.setattr(state_machine, "next_run", lambda run: run)
 
 
-def a_journal_without_fsync_is_believed_after_a_loss_of_power(patch: pytest.MonkeyPatch) -> None:
+def a_journal_without_fsync_is_accepted_after_a_power_loss(patch: pytest.MonkeyPatch) -> None:
     lose_power = Disk.lose_power
 
     def forgetful(disk: Disk, random: Random) -> None:
@@ -127,7 +127,7 @@ def a_journal_without_fsync_is_believed_after_a_loss_of_power(patch: pytest.Monk
     patch.setattr(Disk, "lose_power", forgetful)
 
 
-def a_coordinator_goes_on_when_its_journal_fails(patch: pytest.MonkeyPatch) -> None:
+def a_coordinator_continues_when_its_journal_fails(patch: pytest.MonkeyPatch) -> None:
     save = Disk.save
     patch.setattr(Disk, "save", lambda disk, snapshot: 0.0 if disk.full else save(disk, snapshot))
 
@@ -148,25 +148,25 @@ def a_call_is_answered_before_the_journal_is_written(patch: pytest.MonkeyPatch) 
     patch.setattr(CallRules, "__init__", hasty)
 
 
-def a_join_token_speaks_for_all_members(patch: pytest.MonkeyPatch) -> None:
+def a_join_token_covers_all_members(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TokenGate, "may_act_for", lambda gate, ticket, member: True)
 
 
-def a_member_does_not_name_its_run(patch: pytest.MonkeyPatch) -> None:
-    _forget(patch, run=b"")
+def a_member_does_not_report_its_run(patch: pytest.MonkeyPatch) -> None:
+    _omit(patch, run=b"")
 
 
-def a_member_does_not_name_those_it_has_lost(patch: pytest.MonkeyPatch) -> None:
-    _forget(patch, lost=())
+def a_member_does_not_report_lost_members(patch: pytest.MonkeyPatch) -> None:
+    _omit(patch, lost=())
 
 
-def _forget(patch: pytest.MonkeyPatch, **forgotten: Any) -> None:
-    """Members leave something out of what they tell the coordinator of their past."""
+def _omit(patch: pytest.MonkeyPatch, **omitted: Any) -> None:
+    """Replace a part of what members report to the coordinator when they register."""
     past = SessionProtocol.past
-    patch.setattr(SessionProtocol, "past", lambda session: replace(past(session), **forgotten))
+    patch.setattr(SessionProtocol, "past", lambda session: replace(past(session), **omitted))
 
 
-def a_member_gives_up_when_another_is_lost_in_the_set_up(patch: pytest.MonkeyPatch) -> None:
+def a_member_fails_when_another_is_lost_during_set_up(patch: pytest.MonkeyPatch) -> None:
     init = SessionProtocol.__init__
 
     def rigid(session: SessionProtocol, elastic: bool, past: Past = Past()) -> None:  # noqa: B008
@@ -190,17 +190,17 @@ def violation_of(seed: int, kinds: Collection[str] = USUAL) -> Violation | None:
 @pytest.mark.parametrize(
     ("plant", "first", "found"),
     [
-        (survivors_do_not_keep_their_order, 3, "have not kept their order"),
-        (a_complaint_drops_nobody, 20, "no step was committed"),
+        (survivors_do_not_keep_their_order, 3, "did not keep their order"),
+        (complaints_drop_no_member, 20, "no step was committed"),
         (the_lower_step_wins, 9, "was committed"),
         (a_spoiled_state_counts_as_sound, 5, "holds a different 'state'"),
-        (a_first_step_that_was_cut_short_counts_as_nothing, 12, "begins generation 2 after (-1, 1) with"),
-        (nobody_says_goodbye, 5, "was evicted, and nothing had happened to it"),
+        (an_interrupted_first_step_leaves_the_state_sound, 12, "begins generation 2 after (-1, 1) with"),
+        (members_leave_without_a_goodbye_message, 5, "was evicted, but no fault had affected it"),
         (a_call_is_answered_before_the_journal_is_written, 4, "knows generation"),
-        (a_member_does_not_name_its_run, 3, "was refused"),
-        (a_member_gives_up_when_another_is_lost_in_the_set_up, 16, "broke down"),
+        (a_member_does_not_report_its_run, 3, "was refused"),
+        (a_member_fails_when_another_is_lost_during_set_up, 16, " raised "),
         (a_set_up_waits_for_frozen_members, 19, "no step was committed"),
-        pytest.param(a_member_does_not_name_those_it_has_lost, 20, "no step was committed", marks=pytest.mark.slow),
+        pytest.param(a_member_does_not_report_lost_members, 20, "no step was committed", marks=pytest.mark.slow),
     ],
 )
 def test_simulation_finds_a_planted_bug(plant: Plant, first: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,14 +216,14 @@ def test_simulation_finds_a_planted_bug(plant: Plant, first: int, found: str, mo
     ("plant", "kinds", "first", "found"),
     [
         (a_vote_does_not_wait_for_all, "cut,isolate,split", 15, "was committed"),
-        (a_member_of_another_run_is_let_in, "usual,no-journal", 6, "is a member of run"),
-        (a_member_of_another_run_is_let_in, "usual,stale", 0, "is a member of run"),
-        (an_unfit_newcomer_is_let_in, "usual,unfit", 7, "is unfit"),
-        (a_refused_claim_counts_as_a_use_of_its_join_token, "usual,impostor", 0, "was given the place of"),
-        (a_join_token_speaks_for_all_members, "usual,impostor", 0, "and it is still there"),
+        (a_member_of_another_run_is_admitted, "usual,no-journal", 6, "is a member of run"),
+        (a_member_of_another_run_is_admitted, "usual,stale", 0, "is a member of run"),
+        (an_unfit_newcomer_is_admitted, "usual,unfit", 7, "is unfit"),
+        (a_refused_claim_counts_as_a_use_of_its_join_token, "usual,impostor", 0, "joined with other credentials"),
+        (a_join_token_covers_all_members, "usual,impostor", 0, "but it is still alive"),
         (a_generation_without_the_state_stays_in_its_run, "usual,outage", 2, "was committed"),
-        (a_journal_without_fsync_is_believed_after_a_loss_of_power, "usual,blackout", 6, "knows generation"),
-        (a_coordinator_goes_on_when_its_journal_fails, "usual,full-disk", 289, "knows generation"),
+        (a_journal_without_fsync_is_accepted_after_a_power_loss, "usual,blackout", 6, "knows generation"),
+        (a_coordinator_continues_when_its_journal_fails, "usual,full-disk", 289, "knows generation"),
     ],
 )
 def test_simulation_with_chosen_faults_finds_a_planted_bug(

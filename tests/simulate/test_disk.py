@@ -15,7 +15,7 @@ from support.membership_claims import RUN, worker
 
 
 def snapshots() -> list[dict[str, object]]:
-    """Of a job whose only member comes back three times."""
+    """Return three snapshots of a job whose only member registers for three generations."""
     state = Membership("job", RUN, start=1, minimum=1, maximum=1)
     found = []
     for generation in range(3):

@@ -15,7 +15,7 @@ STEPS = 6
 
 
 def train(group: gw.Group) -> float:
-    """A loop of the usual kind."""
+    """Run a typical training loop and return its result."""
     weights = np.zeros(4)
     for step in range(STEPS):
         weights += group.all_reduce(np.full(4, float(group.rank + step)), op="mean")

@@ -10,13 +10,13 @@ from gradwire.simulate import __main__ as command
 from gradwire.simulate import faults, invariants
 from gradwire.simulate.faults import ENDLESS, Fault
 from gradwire.simulate.invariants import Violation
-from gradwire.simulate.scenario import Scenario, draw_setting
+from gradwire.simulate.scenario import Scenario, draw_scenario
 from gradwire.simulate.simulated_coordinator import run_id
 from gradwire.simulate.world import World
 
 
 def quiet(*happening: Fault, **facts: object) -> World:
-    """A job of four on four hosts, to which only this happens."""
+    """Return a job of four members on four hosts, with these faults only."""
     return World(1, Scenario(faults=happening, **facts))  # type: ignore[arg-type]
 
 
@@ -62,20 +62,20 @@ def test_simulation_unfit_stale_or_impostor_worker_does_not_stop_the_job(kind: s
         world = quiet(Fault(kind, 2.0, 0.0, seed))
         outcome = world.run()
         refused = not any(worker.profile.unfit == "unfit in set-up" for worker in world.workers)
-        assert outcome.ending == "went on"
+        assert outcome.ending == "continued"
         assert outcome.generations == 1 or not refused
 
 
 @pytest.mark.parametrize("launchers", [True, False])
 def test_simulation_members_with_a_join_token_join_and_keep_their_leases(launchers: bool) -> None:
     world = quiet(Fault("token", 2.0, 0.0, 5), Fault("skew", 20.0, 1.0, 5), launchers=launchers)
-    assert world.run().ending == "went on"
+    assert world.run().ending == "continued"
     assert len(world.ledger.generations[max(world.ledger.generations)]) > 4
 
 
 def test_simulation_coordinator_without_its_journal_begins_another_run() -> None:
     world = quiet(Fault("no-journal", 2.0, 0.5, 5))
-    assert world.run().ending == "went on"
+    assert world.run().ending == "continued"
     assert world.ledger.run == 2
     assert {worker.run for worker in world.workers} == {run_id(1), run_id(2)}
 
@@ -83,7 +83,7 @@ def test_simulation_coordinator_without_its_journal_begins_another_run() -> None
 def test_simulation_long_coordinator_outage_with_joins_begins_another_run() -> None:
     joins = [Fault("join", 4.0 + second, 0.0, second) for second in range(2)]
     world = quiet(Fault("outage", 2.0, 90.0, 5), *joins, Fault("crash", 93.0, 0.0, 1))
-    assert world.run().ending == "went on"
+    assert world.run().ending == "continued"
     assert world.ledger.run == 2
 
 
@@ -91,20 +91,20 @@ def test_simulation_long_coordinator_outage_with_joins_begins_another_run() -> N
 def test_simulation_slow_or_full_journal_disk_loses_no_member(kind: str) -> None:
     for seed in range(3):
         world = quiet(Fault(kind, 1.0, 5.0, seed), Fault("crash", 2.0, 0.0, seed))
-        assert world.run().ending == "went on"
+        assert world.run().ending == "continued"
         assert len(world.ledger.generations[max(world.ledger.generations)]) == 3
 
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_simulation_power_loss_keeps_the_run_only_with_a_durable_journal(durable: bool) -> None:
     world = quiet(Fault("blackout", 2.0, 1.0, 5), durable=durable)
-    assert world.run().ending == "went on"
+    assert world.run().ending == "continued"
     assert world.ledger.run == (1 if durable else 2)
 
 
 @pytest.mark.soak
 def test_simulation_random_seeds_break_no_invariant() -> None:
-    """Others each time: a broken one tells its seed."""
+    """Each run of this test uses other seeds. The message of a violation contains its seed."""
     first = SystemRandom().randrange(1 << 40)
     for seed in range(first, first + 2000):
         World(seed).run()
@@ -121,7 +121,7 @@ def test_simulation_equal_seeds_give_equal_histories() -> None:
 def test_simulation_without_faults_has_one_generation() -> None:
     world = quiet()
     outcome = world.run()
-    assert (outcome.ending, outcome.generations) == ("went on", 1)
+    assert (outcome.ending, outcome.generations) == ("continued", 1)
     assert outcome.steps > 3
     assert not any("broke" in text for _, _, text, _ in world.history)
 
@@ -138,30 +138,30 @@ def test_simulation_crash_costs_one_generation_and_under_two_virtual_seconds() -
 def test_simulation_stall_stick_skew_or_restart_evicts_no_member(kind: str) -> None:
     for seed in range(5):
         outcome = quiet(Fault(kind, 2.0, 4.0, seed)).run()
-        assert (outcome.ending, outcome.generations) == ("went on", 1)
+        assert (outcome.ending, outcome.generations) == ("continued", 1)
 
 
 @pytest.mark.parametrize("kind", ["freeze", "cut", "isolate"])
 def test_simulation_endless_freeze_cut_or_isolation_removes_the_member(kind: str) -> None:
     world = quiet(Fault(kind, 2.0, ENDLESS, 5))
-    assert world.run().ending == "went on"
+    assert world.run().ending == "continued"
     assert len(world.ledger.generations[2]) == 3
 
 
 def test_simulation_member_cut_off_from_the_coordinator_continues() -> None:
     outcome = quiet(Fault("exile", 2.0, 8.0, 5)).run()
-    assert (outcome.ending, outcome.generations) == ("went on", 1)
+    assert (outcome.ending, outcome.generations) == ("continued", 1)
 
 
 def test_simulation_join_and_leave_break_no_collective() -> None:
     world = quiet(Fault("join", 2.0, 0.0, 5), Fault("leave", 6.0, 0.0, 5))
-    assert world.run().ending == "went on"
+    assert world.run().ending == "continued"
     assert [len(world.ledger.generations[number]) for number in (1, 2, 3)] == [4, 5, 4]
     assert not any("broke" in text for _, _, text, _ in world.history)
 
 
 def test_draw_setting_draws_every_kind_of_fault() -> None:
-    drawn = [fault for seed in range(300) for fault in draw_setting(seed, Random(seed), kinds=faults.KINDS).faults]
+    drawn = [fault for seed in range(300) for fault in draw_scenario(seed, Random(seed), kinds=faults.KINDS).faults]
     assert {fault.kind for fault in drawn} == faults.KINDS.keys()
     assert {fault.kind for fault in drawn if fault.seconds >= ENDLESS} == set(faults.LASTING)
 
@@ -171,16 +171,16 @@ def test_violation_shows_its_history_and_the_replay_command(monkeypatch: pytest.
     with pytest.raises(Violation) as caught:
         quiet().run()
     text = str(caught.value)
-    assert "after step 0 of generation 1; it should be" in caught.value.reason
+    assert "after step 0 of generation 1, expected" in caught.value.reason
     assert "generation 1: ('m" in text
     assert "replay it with: python -m gradwire.simulate --first 1 --seeds 1" in text
 
 
 def test_simulate_command_runs_seeds_and_prints_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--first", "20", "--seeds", "3", "--members", "3"]) == 0
-    said = capsys.readouterr().out
-    assert "3 seeds in" in said
-    assert "0 broken" in said
+    output = capsys.readouterr().out
+    assert "3 seeds in" in output
+    assert "0 broken" in output
 
 
 def test_simulate_command_draws_only_from_the_chosen_faults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +189,7 @@ def test_simulate_command_draws_only_from_the_chosen_faults(capsys: pytest.Captu
     assert {word.split()[0] for word in line.removeprefix("faults: ").split(", ")} <= {"stale", "unfit"}
     with pytest.raises(SystemExit):
         command.main(["--faults", "crash,sabotage"])
-    assert "no such faults: sabotage" in capsys.readouterr().err
+    assert "unknown kinds of faults: sabotage" in capsys.readouterr().err
 
 
 def test_simulate_command_with_a_broken_seed_returns_1(

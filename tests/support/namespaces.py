@@ -49,9 +49,10 @@ def enter(pid: int) -> None:
 
 
 class Hosts:
-    """Host 0 is at 10.77.0.1, host 1 at 10.77.0.2."""
+    """Host 0 is at 10.77.0.1, host 1 at 10.77.0.2; or in another network of 256 addresses."""
 
-    def __init__(self, ends: contextlib.ExitStack) -> None:
+    def __init__(self, ends: contextlib.ExitStack, network: str = "10.77.0") -> None:
+        self._network = network
         self._switch, *self._hosts = (Namespace(ends) for _ in range(3))
         self._switch.ip("link", "add", "switch", "type", "bridge")
         self._switch.ip("link", "set", "switch", "up")
@@ -62,9 +63,8 @@ class Hosts:
             host.ip("link", "set", CABLE, "up")
             self._switch.ip("link", "set", port, "master", "switch", "up")
 
-    @staticmethod
-    def address(number: int) -> str:
-        return f"10.77.0.{number + 1}"
+    def address(self, number: int) -> str:
+        return f"{self._network}.{number + 1}"
 
     @property
     def pids(self) -> list[int]:
@@ -85,13 +85,14 @@ class Hosts:
 
 
 @pytest.fixture(name="hosts")
-def hosts_fixture() -> Iterator[Hosts]:
+def hosts_fixture(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """Two hosts; the fixture's parameter, if there is one, is their network, such as "10.0.0"."""
     missing = [tool for tool in ("ip", "unshare", "nsenter") if not shutil.which(tool)]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"network namespaces need root{''.join(f', {tool}' for tool in missing)}")
     with contextlib.ExitStack() as ends:
         try:
-            hosts = Hosts(ends)
+            hosts = Hosts(ends, *([request.param] if hasattr(request, "param") else []))
         except OSError as error:
             pytest.skip(f"network namespaces cannot be made here: {error}")
         yield hosts

@@ -1,8 +1,9 @@
-"""The cases that `gradwire bench` measures. Sizes and bandwidths are defined as in nccl-tests, so that figures can be
-compared.
+"""Define the cases that `gradwire bench` measures.
 
-The size of a case is that of the largest buffer a rank holds: for all_gather the whole result, for reduce_scatter the
-whole input, for all_to_all what a rank sends in all. `count` is what a rank contributes or gets: a part of it there.
+Sizes and bandwidths are defined as in nccl-tests, so that figures can be compared. The size of a case is the size of
+the largest buffer of a rank: the whole result of all_gather, the whole input of reduce_scatter, everything that a rank
+sends in all_to_all. `count` is the number of elements in one part: in these three collectives the buffer has one part
+per rank.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ ITEMSIZE = {
 
 @dataclass(frozen=True)
 class Collective:
-    """How much a rank puts in and gets out, in parts of `count` elements; n stands for as many as there are ranks."""
+    """The input and the result of a rank, in parts of `count` elements. "n" means one part per rank."""
 
-    puts: str  # "1", "n", or "" for nothing
-    gets: str
+    puts: str  # the input: "1", "n", or "" for nothing
+    gets: str  # the result
     only_root_puts: bool = False
     only_root_gets: bool = False
     reduces: bool = False
@@ -58,7 +59,7 @@ COLLECTIVES = {
     "gather": Collective("1", "n", only_root_gets=True),
     "scatter": Collective("n", "1", only_root_puts=True),
     "all_to_all": Collective("n", "n"),
-    "sendrecv": Collective("1", "1"),  # to the next rank, from the one before
+    "sendrecv": Collective("1", "1"),  # sends to the next rank and receives from the previous one
     "barrier": Collective("", ""),
 }
 
@@ -82,11 +83,11 @@ class Case:
         return self._elements(self.kind.parts) * ITEMSIZE[self.dtype]
 
     def puts(self, rank: int) -> int:
-        """Elements of this rank's input."""
+        """Return the number of elements in this rank's input."""
         return 0 if self.kind.only_root_puts and rank != ROOT else self._elements(self.kind.puts)
 
     def gets(self, rank: int) -> int:
-        """Elements of this rank's result."""
+        """Return the number of elements in this rank's result."""
         return 0 if self.kind.only_root_gets and rank != ROOT else self._elements(self.kind.gets)
 
     def _elements(self, parts: str) -> int:
@@ -94,7 +95,7 @@ class Case:
 
     @property
     def bus_factor(self) -> float:
-        """What turns the algorithm's bandwidth into that of the busiest link, whatever the number of ranks."""
+        """Return the factor from the algorithm bandwidth to the bandwidth of the busiest link, as in nccl-tests."""
         n = self.size
         if self.collective == "all_reduce":
             return 2 * (n - 1) / n
@@ -105,7 +106,7 @@ class Case:
 
 
 def case(collective: str, dtype: str, op: str, nbytes: int, size: int) -> Case:
-    """The case that comes nearest to so many bytes from below, with one element for each part at least."""
+    """Return the largest case of at most `nbytes` bytes, but with at least one element in each part."""
     kind = COLLECTIVES[collective]
     parts = {"": 0, "1": 1, "n": size}[kind.parts]
     count = max(1, nbytes // (ITEMSIZE[dtype] * parts)) if parts else 0
@@ -113,13 +114,13 @@ def case(collective: str, dtype: str, op: str, nbytes: int, size: int) -> Case:
 
 
 def cases(collectives: list[str], dtype: str, op: str, sizes: list[int], ranks: int) -> Iterator[Case]:
-    """All of them in order, none twice (a barrier has no size, and the smallest sizes may round to the same)."""
+    """Yield all cases in order, each once: a barrier has no size, and small sizes may round to the same case."""
     for collective in collectives:
         yield from dict.fromkeys(case(collective, dtype, op, nbytes, ranks) for nbytes in sizes)
 
 
 def parse_size(text: str) -> int:
-    """Bytes as people write them.
+    """Return the number of bytes that a text names.
 
     >>> parse_size("64Ki"), parse_size("8"), parse_size("1 MiB")
     (65536, 8, 1048576)
@@ -131,7 +132,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """
+    """Parse sizes separated by commas.
+
     >>> parse_sizes("8,4Ki")
     [8, 4096]
     """
@@ -139,7 +141,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def steps(least: int, most: int, factor: int) -> list[int]:
-    """From the least size to the most, each `factor` times the one before.
+    """Return the sizes from `least` to `most` that grow by `factor`.
 
     >>> steps(8, 1024, 4)
     [8, 32, 128, 512]
@@ -152,7 +154,8 @@ def steps(least: int, most: int, factor: int) -> list[int]:
 
 
 def human(nbytes: int) -> str:
-    """
+    """Format a number of bytes for people.
+
     >>> human(65536), human(12)
     ('64 Ki', '12')
     """

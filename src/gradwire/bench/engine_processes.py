@@ -1,4 +1,4 @@
-"""All ranks of one engine: started, asked for blocks, and ended in every case."""
+"""Start all ranks of one engine, request blocks of iterations from them, and end them in every case."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from gradwire.launch import process_tree
 
 _ANSWER_TIMEOUT = 300.0  # seconds for a start or a block
 _END_TIMEOUT = 5.0  # seconds to end after the last block
-_TERM_TIMEOUT = 3.0  # seconds more after SIGTERM: mpiexec has files to remove
-_LAST_LINES = 20  # of the ranks' output, in an error
-_LONGEST_PATH = 107  # of a Unix socket
+_TERM_TIMEOUT = 3.0  # seconds after SIGTERM, in which mpiexec removes its files
+_LAST_LINES = 20  # lines of the ranks' output in an error
+_LONGEST_PATH = 107  # bytes in the path of a Unix socket
 
 
 @dataclass(frozen=True)
 class Block:
     """The measurement of one block, in microseconds."""
 
-    us: float  # from the last rank's call to the last rank's return, median
-    longest_us: float  # of the longest call, waiting for others included, median
+    us: float  # median time from the last rank's call to the last rank's return
+    longest_us: float  # median time of the longest call of any rank, including its wait for the other ranks
     wrong: int
     iterations: int
-    pace: float  # seconds for an iteration, with writing and checking the arrays
+    pace: float  # seconds per iteration, including writing and checking the arrays
 
 
 class EngineProcesses:
-    """Starts the processes of an engine and talks to its ranks; as a context manager it ends them."""
+    """The processes of an engine. As a context manager it ends them."""
 
     def __init__(self, spec: EngineSpec, size: int, folder: Path) -> None:
         self.name, self.size = spec.name, size
-        self.about: dict[str, Any] = {}  # facts for the report, known after the start
+        self.about: dict[str, Any] = {}  # facts for the report, set by `start`
         self._spec, self._folder = spec, folder
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[_Channel] = []
         self._segments: list[str] = []
-        self._request: dict[str, Any] | None = None  # the last one
+        self._request: dict[str, Any] | None = None  # the last request
 
     # ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Return when all ranks have joined each other."""
+        """Start the ranks, and return when they have connected to each other."""
         self._folder.mkdir(mode=0o700)
         socket_path, barrier = self._folder / "socket", self._folder / "barrier"
         if len(os.fsencode(socket_path)) > _LONGEST_PATH:
-            raise TransportError(f"{socket_path} is too long a path for a socket: set TMPDIR to a shorter one")
+            raise TransportError(f"the path {socket_path} is too long for a socket: set TMPDIR to a shorter path")
         StartBarrier.create(barrier, self.size)
         options = {"size": self.size, "barrier": str(barrier), "store": str(self._folder / "store")}
         try:
@@ -112,7 +112,7 @@ class EngineProcesses:
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def block(self, case: Case, iterations: int) -> Block:
-        """Measure a block; `Unsupported` if the engine cannot run the case."""
+        """Measure a block. Raise `Unsupported` if the engine cannot run the case."""
         self._request = {"case": case.as_dict(), "iterations": iterations}
         for channel in self._channels:
             channel.send(self._request)
@@ -123,7 +123,7 @@ class EngineProcesses:
         return block_of(answers, case)
 
     def _answers(self, doing: str) -> list[dict[str, Any]]:
-        """One message of every rank. `WorkerFailed` if one reports an error, ends, or does not answer in time."""
+        """Return one message of every rank. Raise `WorkerFailed` if a rank reports an error, ends or times out."""
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + _ANSWER_TIMEOUT
         with selectors.DefaultSelector() as selector:
@@ -150,7 +150,7 @@ class EngineProcesses:
     def _check_alive(self) -> None:
         for process in self._processes:
             if process.poll() is not None:
-                raise self._failure(f"ended with exit code {process.returncode} while it was started")
+                raise self._failure(f"ended with exit code {process.returncode} during its start")
 
     def _failure(self, problem: str) -> WorkerFailed:
         with contextlib.suppress(OSError):
@@ -167,8 +167,8 @@ class EngineProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for channel in self._channels:
-            # Ranks finish the current block first, so that the engine can close. If an interrupt came before all of
-            # them had the request, the others would wait for the rest, so it is sent now.
+            # Ranks finish the current block first, so that the engine can close. After an interrupt some ranks may not
+            # have received the request yet. They receive it now, because the others wait for them inside the block.
             if channel.sent is not self._request:
                 channel.send(self._request)
             channel.send({})
@@ -176,9 +176,9 @@ class EngineProcesses:
             self._wait(_END_TIMEOUT)
             self._signal(signal.SIGTERM)
             self._wait(_TERM_TIMEOUT)
-        finally:  # after a second Ctrl-C too
+        finally:  # also after a second Ctrl-C
             for channel in self._channels:
-                channel.socket.close()  # ends ranks outside our sessions too: MPICH's have their own
+                channel.socket.close()  # also ends ranks in other sessions, such as MPICH's
             for process in self._processes:
                 process_tree.kill(process.pid)
                 process.wait()
@@ -210,7 +210,7 @@ class _Channel:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; {} if the rank has closed the connection; None if the message is not complete yet."""
+        """Return the next message, {} if the rank has closed the connection, or None if the message is incomplete."""
         try:
             chunk = self.socket.recv(1 << 20)
         except ConnectionResetError:
@@ -225,13 +225,13 @@ class _Channel:
 
 
 def block_of(answers: list[dict[str, Any]], case: Case) -> Block:
-    """The block from the measurements of all ranks, which share one clock."""
+    """Compute a block from the measurements of all ranks. The ranks share one clock."""
     import numpy as np
 
     begins, ends = (np.array([answer[key] for answer in answers]) for key in ("begins", "ends"))
     wrong = sum(answer["wrong"] for answer in answers)
     if case.collective == "barrier":
-        wrong += int(np.count_nonzero(ends.min(axis=0) < begins.max(axis=0)))  # a rank did not wait for all
+        wrong += int(np.count_nonzero(ends.min(axis=0) < begins.max(axis=0)))  # a rank left before all had entered
     iterations = begins.shape[1]
     return Block(
         us=float(np.median(ends.max(axis=0) - begins.max(axis=0))) / 1000,

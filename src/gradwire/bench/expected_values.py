@@ -1,10 +1,10 @@
-"""Inputs whose results are known exactly, and counting what is wrong in a result.
+"""Generate inputs whose results are known exactly, and count the wrong elements of a result.
 
-An input repeats a row of random numbers. The row's length is prime, so a result whose parts were swapped, shifted or
-left out does not look right by accident; and it is short, so writing an input reads next to nothing else. Rows differ
-between ranks and, in a cycle, between iterations: the result of the iteration before is a wrong one.
+An input repeats a row of random numbers. The length of the row is prime, so a result with swapped, shifted or missing
+parts is not correct by accident. The row is short, so writing an input reads little memory. Rows differ between ranks
+and, with a period of `CYCLE`, between iterations, so the result of the previous iteration counts as wrong.
 
-The numbers are small and whole, so that sums are exact in any order, in half precision too.
+The numbers are small integers, so sums are exact in any order, even in half precision.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _FOLDS: dict[str, Callable[[Array, Array], Array]] = {
     "max": np.maximum,
     "prod": np.multiply,
 }
-# One more than the largest number: a product of 2s stays exact, and everything fits 8 bits of mantissa and int8.
+# Exclusive upper bounds of the random numbers. Products of 1s and 2s are exact, and all inputs fit into int8 and into a
+# mantissa of 8 bits.
 _LIMITS = {"none": 100, "sum": 6, "mean": 6, "min": 100, "max": 100, "prod": 3}
 
 
@@ -49,7 +50,7 @@ def _epsilon(dtype: np.dtype[Any]) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive elements of a result: this row again and again."""
+    """Consecutive elements of a result, which repeat a row."""
 
     first: int
     count: int
@@ -57,7 +58,7 @@ class Part:
 
 
 class Values:
-    """What one rank puts into a case and has to get out of it."""
+    """The inputs and the expected results of one rank in a case."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank = case, rank
@@ -66,11 +67,11 @@ class Values:
         self._parts = [list(self._expected(turn)) for turn in range(CYCLE)]
 
     def write(self, x: Array, iteration: int) -> None:
-        """The input of an iteration, into x."""
+        """Write the input of an iteration into x."""
         repeat(self._rows[iteration % CYCLE][self.rank], x)
 
     def wrong_at_ends(self, result: Array | None, iteration: int) -> int:
-        """How many of the first and last elements of each part are wrong: a look that costs next to nothing."""
+        """Return how many of the first and last elements of each part are wrong. This check is cheap."""
         wrong = 0
         for part in self._parts[iteration % CYCLE]:
             assert result is not None
@@ -79,7 +80,7 @@ class Values:
         return wrong
 
     def wrong(self, result: Array | None, iteration: int) -> int:
-        """How many elements of the whole result are wrong."""
+        """Return how many elements of the whole result are wrong."""
         wrong = 0
         for part in self._parts[iteration % CYCLE]:
             assert result is not None
@@ -97,7 +98,7 @@ class Values:
     def _same(self, x: Array, expected: Array) -> Any:
         if self.case.op != "mean":
             return x == expected
-        # Engines may divide by n or multiply by 1/n: that much difference is not an error.
+        # Engines may divide by n or multiply by 1/n. The rounding difference is not an error.
         wide = np.complex128 if self.dtype.kind == "c" else np.float64
         x, expected = np.asarray(x).astype(wide), np.asarray(expected).astype(wide)
         return np.abs(x - expected) <= np.abs(expected) * (4 * _epsilon(self.dtype))
@@ -107,19 +108,19 @@ class Values:
         return (numbers % 2 if self.case.dtype == "bool" else numbers).astype(self.dtype)
 
     def _expected(self, turn: int) -> Iterator[Part]:
-        """The result in parts, each with its row turned to where the part begins in the input it comes from."""
-        case, rows, mine = self.case, self._rows[turn], self.rank * self.case.count
+        """Yield the parts of the result. Each row is rotated to the offset at which its part begins in the input."""
+        case, rows, offset = self.case, self._rows[turn], self.rank * self.case.count
         if not case.gets(self.rank):
             return
         match case.collective:
             case "all_reduce" | "reduce":
                 yield Part(0, case.count, self._reduced(rows))
             case "reduce_scatter":
-                yield Part(0, case.count, np.roll(self._reduced(rows), -mine))
+                yield Part(0, case.count, np.roll(self._reduced(rows), -offset))
             case "broadcast":
                 yield Part(0, case.count, rows[ROOT])
             case "scatter":
-                yield Part(0, case.count, np.roll(rows[ROOT], -mine))
+                yield Part(0, case.count, np.roll(rows[ROOT], -offset))
             case "sendrecv":
                 yield Part(0, case.count, rows[self.rank - 1])
             case "all_gather" | "gather":
@@ -127,7 +128,7 @@ class Values:
                     yield Part(source * case.count, case.count, row)
             case "all_to_all":
                 for source, row in enumerate(rows):
-                    yield Part(source * case.count, case.count, np.roll(row, -mine))
+                    yield Part(source * case.count, case.count, np.roll(row, -offset))
 
     def _reduced(self, rows: list[Array]) -> Array:
         wide = [row.astype(np.float32) if self.dtype.itemsize == 2 and self.dtype.kind in "fV" else row for row in rows]
@@ -136,7 +137,7 @@ class Values:
 
 
 def repeat(row: Array, x: Array) -> None:
-    """Fill x with the row, again and again."""
+    """Fill x with repetitions of the row."""
     whole = len(x) // len(row) * len(row)
     x[:whole].reshape(-1, len(row))[:] = row
     x[whole:] = row[: len(x) - whole]

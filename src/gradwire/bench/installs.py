@@ -1,4 +1,4 @@
-"""Installs of gradwire: this one, and others that the user names by their Python interpreters."""
+"""Find installs of gradwire: this one, and others that the user names by their Python interpreters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gradwire.errors import ConfigError
 THIS = "gradwire"  # this install's name in tables and JSON
 _EXAMPLE = "give the path of a Python that has gradwire, such as old/.venv/bin/python"
 _TIMEOUT = 60.0  # seconds for starting an interpreter and importing gradwire
-_LONGEST = 28  # characters of a path in a name
-# Prints one line of JSON: the version, null if there is no gradwire, or why it cannot be imported.
+_LONGEST = 28  # characters of a path that is shown in a name
+# The last printed line is JSON: the version (null without gradwire), or the traceback of a failed import.
 _PROBE = """
 import importlib.util, json, traceback
 answer = {"version": None, "error": None}
@@ -34,14 +34,14 @@ print(json.dumps(answer))
 
 @dataclass(frozen=True)
 class Install:
-    """A gradwire install; `folder` is where to import it from if the interpreter alone does not find it."""
+    """A gradwire install. `folder` is added to the import path, for an interpreter that does not find it without."""
 
     name: str
     python: Path
     folder: Path | None = None
 
     def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment in which this interpreter imports this install and no other."""
+        """Return an environment in which this interpreter imports this install and no other."""
         if self.folder is None:
             return {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         given = environ.get("PYTHONPATH")
@@ -53,7 +53,8 @@ def this_install() -> Install:
 
 
 def find(paths: Sequence[str], environ: Mapping[str, str]) -> dict[str, Install]:
-    """The installs of these interpreters by path, or `ConfigError` that says what to do. Names are unique."""
+    """Return the installs of these interpreters, by path. Their names are unique. Raise `ConfigError` if one is
+    unusable."""
     pythons = {path: _interpreter(Path(path)) for path in paths}
     versions = {python: _version(python, environ) for python in dict.fromkeys(pythons.values())}
     names = {python: f"{THIS} {version} ({_short(python)})" for python, version in versions.items()}
@@ -65,7 +66,7 @@ def find(paths: Sequence[str], environ: Mapping[str, str]) -> dict[str, Install]
 
 
 def _interpreter(path: Path) -> Path:
-    """The interpreter at this path; of a virtual environment's folder, the one in it."""
+    """Return the interpreter at this path, or in the virtual environment at this path."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; {_EXAMPLE}")
     if not path.is_dir():
@@ -77,7 +78,7 @@ def _interpreter(path: Path) -> Path:
 
 
 def _version(python: Path, environ: Mapping[str, str]) -> str:
-    """The version of the gradwire that this interpreter imports."""
+    """Return the version of the gradwire that this interpreter imports."""
     last_line = _printed(python, environ).rstrip().rpartition("\n")[2]
     try:
         answer = json.loads(last_line)
@@ -92,7 +93,7 @@ def _version(python: Path, environ: Mapping[str, str]) -> str:
 
 
 def _printed(python: Path, environ: Mapping[str, str]) -> str:
-    # -P keeps the current folder off the path of imports: it may hold a third gradwire.
+    # -P keeps the current folder off sys.path: it may contain yet another gradwire.
     command = [str(python), "-P", "-c", _PROBE]
     try:
         return subprocess.run(
@@ -113,7 +114,7 @@ def _printed(python: Path, environ: Mapping[str, str]) -> str:
 
 
 def _short(python: Path) -> str:
-    """A virtual environment's folder, any other interpreter's path; of long ones the end."""
+    """Return a short path for names: the virtual environment's folder or the interpreter, shortened to its end."""
     folder = python.parent.parent
     shown = folder if (folder / "pyvenv.cfg").exists() else python
     return str(shown) if len(str(shown)) <= _LONGEST else "/".join(["…", *shown.parts[-2:]])

@@ -1,7 +1,7 @@
-"""The order of measurements: blocks of the engines take turns.
+"""Measure cases with all engines in turns, block by block.
 
-A block is some iterations of one case with one engine. On a shared machine absolute times vary by a factor of five
-within a minute: only what was measured side by side can be compared.
+A block is a number of iterations of one case with one engine. On a shared machine absolute times can vary by a factor
+of five within a minute, so only measurements that alternate can be compared.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from gradwire.bench.installs import Install
 from gradwire.bench.rivals import RIVALS, find
 from gradwire.host.machine import usable_cores
 
-PILOT_ITERATIONS = 3  # their time decides how many fit into a block
-MIN_ITERATIONS, MAX_ITERATIONS = 3, 2000  # in a block whose length is given in seconds
+PILOT_ITERATIONS = 3  # their time determines how many iterations fit into a block
+MIN_ITERATIONS, MAX_ITERATIONS = 3, 2000  # in a block whose duration is given in seconds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure."""
+    """The options of a measurement."""
 
     ranks: int
-    against: tuple[str, ...] = ()  # names of rivals, and paths of interpreters that have another gradwire
+    against: tuple[str, ...] = ()  # names of rivals, and paths of interpreters with another gradwire
     transport: str | None = None
     algorithm: str = "auto"
     registered: bool = False
     mpi_threads: str = "multiple"
     blocks: int = 9
-    iterations: int | None = None  # in a block; or as many as fit into
+    iterations: int | None = None  # of a block; None: as many as fit into `seconds`
     seconds: float = 0.2
 
 
@@ -55,12 +55,14 @@ class Result:
     """All blocks of one case."""
 
     case: Case
-    blocks: dict[str, list[Block]] = field(default_factory=dict)  # by engine; equally many, measured in turns
-    unsupported: dict[str, str] = field(default_factory=dict)  # by engine, why
+    blocks: dict[str, list[Block]] = field(default_factory=dict)  # by engine; all engines have the same number
+    unsupported: dict[str, str] = field(default_factory=dict)  # by engine: the reason
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
-    """The order in round `number`. Each engine has each place equally often, so that a drift favours none.
+    """Return the order of the engines in round `number`.
+
+    Each engine has each position equally often, so that a drift of the machine favours none.
 
     >>> ["".join(turns("abc", number)) for number in range(6)]
     ['abc', 'bca', 'cab', 'cba', 'acb', 'bac']
@@ -71,7 +73,7 @@ def turns(names: Sequence[str], number: int) -> list[str]:
 
 
 def measure_case(engines: Sequence[MeasuredEngine], case: Case, plan: Plan) -> Result:
-    """Measure one case. Without a number of iterations, each engine does as many as fit into the seconds of a block."""
+    """Measure one case. If `plan.iterations` is None, each engine runs as many as fit into `plan.seconds` per block."""
     result = Result(case)
     counts: dict[str, int] = {}
     by_name = {engine.name: engine for engine in engines}
@@ -94,9 +96,9 @@ def measure_case(engines: Sequence[MeasuredEngine], case: Case, plan: Plan) -> R
 def started_engines(
     plan: Plan, environ: Mapping[str, str], progress: Callable[[str], None]
 ) -> Iterator[list[EngineProcesses]]:
-    """The ranks of all engines, ready and idle; this gradwire's first. They have ended when the context ends."""
+    """Start the ranks of all engines, this gradwire's first, and yield them. The ranks end with the context."""
     progress("looking for the engines")
-    specs = _specs(plan, environ)  # raises before anything is started
+    specs = _specs(plan, environ)  # raises before any rank is started
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="gradwire-bench-")))
         engines = []
@@ -126,8 +128,8 @@ def _specs(plan: Plan, environ: Mapping[str, str]) -> list[EngineSpec]:
             specs.append(EngineSpec(name, ranks, {"settings": commands.settings_of(RIVALS[name], plan.ranks, cores)}))
         else:
             other = others[name]
-            advice = f"see whether that install works by itself: {other.python} -m gradwire bench --sizes 8"
+            advice = f"check whether that install works without this one: {other.python} -m gradwire bench --sizes 8"
             ranks = partial(gradwire_ranks, other)
             specs.append(EngineSpec(other.name, ranks, {"python": str(other.python)}, advice))
-    # An interpreter that was given twice, by its own path and by its folder's, is measured once.
+    # An interpreter that was given twice, by its own path and by its environment's, is measured once.
     return list({spec.name: spec for spec in specs}.values())

@@ -1,8 +1,8 @@
-"""`gradwire tune`: what rounds, messages and bytes cost on this machine's links.
+"""Measure the cost of rounds, messages and bytes on this machine's links, for `gradwire tune`.
 
-All-reduces by algorithms that differ in rounds, messages and bytes are timed at sizes from one number to megabytes. The
-constants are those whose prices come nearest to the times. Times say little about some of them (with two ranks each
-round has one message each way): those stay near the defaults.
+All-reduces are timed with algorithms that differ in rounds, messages and bytes, at sizes from 8 bytes to 4 MiB. The
+result is the set of constants whose prices are nearest to the measured times. The times determine some constants badly
+(with two ranks, every round has one message in each direction). Such constants stay near their defaults.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from gradwire.launch.function import launch
 from gradwire.topology import Topology
 
 SIZES = (8, 4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20)
-BLOCKS = 9  # probes take turns, so that a slow moment of the machine hits them all; the lower quartile counts
+BLOCKS = 9  # the probes alternate, so that a slow moment affects all of them; the result is the lower quartile
 BLOCK_SECONDS = 0.02
-MOST_ITERATIONS = 1000
+MAX_ITERATIONS = 1000
 PROBES = {"direct": "oneshot", "ring": "ring", "halving": "halving", "tree": "tree"}
-"""Algorithms to ask for, and what then runs by a table in which a round costs too much."""
-SMALL = 32 << 10  # beyond, the tree's tiles overlap, which prices do not know
-CALL_SECONDS = 20e-6  # around the schedule, in Python: a first guess
-_HESITATION = 0.1  # how much less a doubling against the defaults weighs than one against the times
-_FURTHEST = np.log(1000.0)  # times more or less than the defaults
+"""By requested algorithm: the schedule that runs when the tuning table makes rounds expensive."""
+SMALL = 32 << 10  # larger messages of the tree are split into tiles that overlap, which the price does not model
+CALL_SECONDS = 20e-6  # first estimate of the time of a call outside of its schedule, in Python
+_DEFAULTS_WEIGHT = 0.1  # weight of a deviation from a default, relative to the same deviation from a time
+_MAX_DEVIATION = np.log(1000.0)  # largest factor between a constant and its default
 
 Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long an all-reduce takes."""
+    """The measured time of an all-reduce."""
 
     algorithm: str
     nbytes: int
@@ -49,7 +49,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one kind of link came to."""
+    """The result for one kind of link."""
 
     kind: str
     native: bool
@@ -62,8 +62,8 @@ class Measured:
 
 
 def measure(kind: str, ranks: int) -> Measured | None:
-    """Start ranks and time them; None if they have no links of that kind."""
-    with _one_shot_always():
+    """Start ranks and measure their links. Return None if they have no links of that kind."""
+    with _expensive_rounds():
         answers = launch(_time_everything, ranks, (kind,))
     if answers[0] is None:
         return None
@@ -73,13 +73,16 @@ def measure(kind: str, ranks: int) -> Measured | None:
 
 
 @contextlib.contextmanager
-def _one_shot_always() -> Iterator[None]:
-    """A table for the ranks by which `direct` takes one shot at any size; two shots are what the ring is like."""
+def _expensive_rounds() -> Iterator[None]:
+    """Give the ranks a tuning table in which `direct` uses its one-shot schedule at every size.
+
+    The two-shot schedule would add little: it resembles the ring.
+    """
     before = os.environ.get(tuning_table.FILE)
-    dear = Table(*(replace(constants, round=1.0) for constants in (DEFAULTS.shm, DEFAULTS.tcp, DEFAULTS.net)))
+    expensive = Table(*(replace(constants, round=1.0) for constants in (DEFAULTS.shm, DEFAULTS.tcp, DEFAULTS.net)))
     with TemporaryDirectory(prefix="gradwire-tune-") as folder:
         file = Path(folder, "tuning.json")
-        tuning_table.store(dear, file)
+        tuning_table.store(expensive, file)
         os.environ[tuning_table.FILE] = str(file)
         try:
             yield
@@ -95,7 +98,7 @@ def _one_shot_always() -> Iterator[None]:
 def _time_everything(kind: str) -> dict[str, Any] | None:
     import gradwire as gw
 
-    # Shared memory is what "auto" finds where it can be had.
+    # "auto" uses shared memory if it is available.
     with gw.init(transport="tcp" if kind == "tcp" else "auto") as group:
         if kind not in ("tcp", group.capabilities.transport):
             return None
@@ -112,12 +115,13 @@ def _time_everything(kind: str) -> dict[str, Any] | None:
 
 
 def _iterations(group: Any, algorithm: str, x: npt.NDArray[np.float32]) -> int:
-    _block(group, algorithm, x, 2)  # makes the plan
-    return max(2, min(MOST_ITERATIONS, int(BLOCK_SECONDS / _block(group, algorithm, x, 3))))
+    _block(group, algorithm, x, 2)  # warm-up: creates the plan
+    return max(2, min(MAX_ITERATIONS, int(BLOCK_SECONDS / _block(group, algorithm, x, 3))))
 
 
 def _block(group: Any, algorithm: str, x: npt.NDArray[np.float32], iterations: int) -> float:
-    """Seconds for one of many in a row: an all-reduce ends only when all ranks have called it, so they stay in step."""
+    """Return the seconds per all-reduce in a sequence. An all-reduce ends only after all ranks have called it, so the
+    ranks stay synchronised."""
     group.barrier()
     begin = time.perf_counter()
     for _ in range(iterations):
@@ -125,14 +129,15 @@ def _block(group: Any, algorithm: str, x: npt.NDArray[np.float32], iterations: i
     return (time.perf_counter() - begin) / iterations
 
 
-# ── constants from times ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── fitting the constants to the times ───────────────────────────────────────────────────────────────────────────────
 
 
 def fit(kind: str, timings: Sequence[Timing], ranks: int) -> tuple[Constants, float]:
-    """The constants whose prices, and a cost of each call besides, are nearest to the times by their logarithms.
+    """Return the constants that explain the times best, and the median factor between a time and its price.
 
-    Found by Gauss-Newton steps in the logarithms of the constants, so that none becomes negative. Constants that are 0
-    by default (what a kind of link does not do) stay 0.
+    The price of an all-reduce is that of its schedule plus a fixed cost per call. The fit minimises the differences of
+    the logarithms of times and prices, by Gauss-Newton steps in the logarithms of the constants, so that no constant
+    becomes negative. Constants that are 0 by default, because the link does not have that cost, stay 0.
     """
     defaults: Constants = getattr(DEFAULTS, kind)
     topology = Topology.single(ranks)
@@ -154,21 +159,21 @@ def fit(kind: str, timings: Sequence[Timing], ranks: int) -> tuple[Constants, fl
 
 
 def _nearest(misfits: Callable[[Vector], Vector], first: Vector, steps: int = 60, nudge: float = 1e-4) -> Vector:
-    """Where the squares of the misfits and, weighing little, of the distance from the beginning are least."""
+    """Minimise the squared misfits plus the squared distance from `first`, which has a small weight."""
 
     def total(logs: Vector) -> float:
-        return float(np.sum(misfits(logs) ** 2) + np.sum((_HESITATION * (logs - first)) ** 2))
+        return float(np.sum(misfits(logs) ** 2) + np.sum((_DEFAULTS_WEIGHT * (logs - first)) ** 2))
 
     logs = first.copy()
     for _ in range(steps):
         now = misfits(logs)
         slopes = np.stack([(misfits(logs + nudge * unit) - now) / nudge for unit in np.eye(len(logs))], axis=1)
-        matrix = np.vstack([slopes, _HESITATION * np.eye(len(logs))])
-        step = np.linalg.lstsq(matrix, -np.concatenate([now, _HESITATION * (logs - first)]), rcond=None)[0]
+        matrix = np.vstack([slopes, _DEFAULTS_WEIGHT * np.eye(len(logs))])
+        step = np.linalg.lstsq(matrix, -np.concatenate([now, _DEFAULTS_WEIGHT * (logs - first)]), rcond=None)[0]
         size = 1.0
         while size > 1e-3 and total(logs + size * step) >= total(logs):
             size /= 2
         if size <= 1e-3:
             break
-        logs = np.clip(logs + size * step, first - _FURTHEST, first + _FURTHEST)
+        logs = np.clip(logs + size * step, first - _MAX_DEVIATION, first + _MAX_DEVIATION)
     return logs

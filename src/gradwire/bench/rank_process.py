@@ -1,12 +1,12 @@
-"""One rank of one engine: connects to the benchmark, joins its peers, and measures a block whenever it is asked.
+"""Run one rank of one engine: connect to the benchmark and to the other ranks, and measure blocks on request.
 
-Between blocks it is blocked in reading its socket and uses no processor time. One line of JSON each way:
+Between blocks the rank blocks in a read of its socket and uses no CPU time. Each message is one line of JSON:
 
     →  {"segments": ["/dev/shm/…"], "version": "5.0.11", …}              the engine has started
-    ←  {"case": {…}, "iterations": 200}                                  measure a block
-    →  {"begins": [ns …], "ends": [ns …], "wrong": 0}                    on the machine's one monotonic clock
-    →  {"unsupported": "…"}                                              instead; further requests are answered
-    →  {"error": "Traceback …"}                                          the process ends after it
+    ←  {"case": {…}, "iterations": 200}                                  request for a block
+    →  {"begins": [ns …], "ends": [ns …], "wrong": 0}                    its times on the machine's monotonic clock
+    →  {"unsupported": "…"}                                              or: the engine cannot run the case
+    →  {"error": "Traceback …"}                                          an error; then the process ends
     ←  {}                                                                end the process
 """
 
@@ -30,11 +30,11 @@ from gradwire.bench.expected_values import Array, Values
 from gradwire.bench.start_barrier import StartBarrier
 
 _SHARED = "/dev/shm/"
-WARM_UP = 2  # iterations before each block: the caches still hold the data of another engine
+WARM_UP = 2  # iterations before each block, because the caches hold the data of another engine
 
 
 class PreparedCase:
-    """A case with its arrays and values, made once for all its blocks."""
+    """A case with its arrays and values, created once for all its blocks."""
 
     def __init__(self, engine: Engine, case: Case) -> None:
         self.case = case
@@ -50,7 +50,7 @@ class PreparedCase:
 
 
 def measure(prepared: PreparedCase, barrier: StartBarrier, iterations: int) -> dict[str, Any]:
-    """When each call began and ended on this rank. Inputs are rewritten and results are checked in between."""
+    """Return when each call began and ended on this rank. Inputs are written and results are checked in between."""
     begins, ends, wrong = [], [], 0
     values, x, run = prepared.values, prepared.x, prepared.call.run
     last = WARM_UP + iterations - 1
@@ -90,7 +90,7 @@ def main(name: str, socket_path: str, options: dict[str, Any]) -> None:
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(socket_path)
         threading.Thread(target=_exit_when_closed, args=(channel.fileno(),), daemon=True).start()
-        with channel.makefile("r") as lines:  # not "rw": writing to such a file drops its read-ahead
+        with channel.makefile("r") as lines:  # not "rw": writing to such a file discards its read-ahead buffer
 
             def send(**message: Any) -> None:
                 channel.sendall(json.dumps(message).encode() + b"\n")
@@ -107,13 +107,13 @@ def main(name: str, socket_path: str, options: dict[str, Any]) -> None:
                     send(error=traceback.format_exc())
                 traceback.print_exc()
                 sys.stderr.flush()
-                os._exit(1)  # a normal exit could wait for peers that never finish
+                os._exit(1)  # a normal exit could wait for other ranks that never finish
 
 
 def _exit_when_closed(channel: int) -> None:
-    """End the process when the benchmark is gone: inside a collective nothing else would notice.
+    """End the process when the benchmark has ended: a rank inside a collective would not notice it otherwise.
 
-    Runs in a thread, which sleeps in the kernel until then. Data on the socket does not wake it.
+    This runs in a thread of its own, which the kernel wakes only at the end of the connection, not for data.
     """
     poll = select.poll()
     poll.register(channel, 0)  # POLLHUP and POLLERR are always reported
@@ -123,7 +123,7 @@ def _exit_when_closed(channel: int) -> None:
 
 
 def segments() -> list[str]:
-    """Files of shared memory that this process has mapped; an MPI that is killed does not remove its own."""
+    """Return the shared-memory files that this process has mapped. A killed MPI does not remove its files."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if _SHARED in line}
     return sorted(path for path in paths if path.startswith(_SHARED) and not path.endswith(" (deleted)"))

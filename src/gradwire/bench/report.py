@@ -1,4 +1,4 @@
-"""Reports of measured blocks: times, bandwidths and ratios, as a table and as JSON."""
+"""Report measured blocks: times, bandwidths and ratios, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARED_MEMORY_MPI = {name for name, rival in RIVALS.items() if rival.is_mpi and
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long a rival takes: the median of the ratios of blocks, and how far those range."""
+    """The time of a rival divided by gradwire's: the median over the blocks, and the range."""
 
     median: float
     least: float
@@ -28,13 +28,13 @@ class Ratio:
 
     @classmethod
     def of(cls, rival: Sequence[Block], ours: Sequence[Block]) -> Ratio:
-        ratios = [theirs.us / own.us for theirs, own in zip(rival, ours, strict=True)]
+        ratios = [other.us / own.us for other, own in zip(rival, ours, strict=True)]
         return cls(median(ratios), min(ratios), max(ratios))
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What nccl-tests prints of a case, for one engine."""
+    """The figures of one engine in a case, as nccl-tests prints them."""
 
     us: float
     longest_us: float
@@ -51,12 +51,12 @@ class Figures:
 
 
 def figures(result: Result) -> dict[str, Figures]:
-    """By engine."""
+    """Return the figures of a case, by engine."""
     return {name: Figures.of(result.case, blocks) for name, blocks in result.blocks.items()}
 
 
 def ratios(result: Result) -> dict[str, Ratio]:
-    """By rival; more than one MPI also give the one that did best against us."""
+    """Return the ratios of a case, by rival. With several MPIs, `FASTEST_MPI` is the smallest of their ratios."""
     ours = result.blocks.get(THIS)
     if ours is None:
         return {}
@@ -72,7 +72,8 @@ def wrong(results: Sequence[Result]) -> int:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """
+    """Return the geometric mean.
+
     >>> geometric_mean([2.0, 8.0])
     4.0
     """
@@ -83,7 +84,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def short(value: float) -> str:
-    """With as many digits as mean something.
+    """Format a number with 0, 2 or 3 decimals, depending on its size.
 
     >>> short(123.4), short(12.34), short(0.01234)
     ('123', '12.34', '0.012')
@@ -92,7 +93,7 @@ def short(value: float) -> str:
 
 
 def heading(engines: Sequence[str]) -> list[str]:
-    """Two lines, as nccl-tests has them; a single engine needs no column for its name."""
+    """Return the two heading lines, as nccl-tests prints them. A single engine has no column for its name."""
     names = ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong")
     units = ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "")
     name = _name_column("engine", engines)
@@ -101,7 +102,7 @@ def heading(engines: Sequence[str]) -> list[str]:
 
 
 def lines(result: Result, engines: Sequence[str]) -> Iterator[str]:
-    """A line for each engine."""
+    """Yield one line per engine."""
     case, against = result.case, ratios(result)
     for name, one in figures(result).items():
         measured = (f"{one.us:.2f}", f"{one.algbw:.3f}", f"{one.busbw:.3f}", str(one.wrong))
@@ -120,12 +121,12 @@ def _columns(mark: str, cells: Sequence[str]) -> str:
 
 
 def _name_column(name: str, engines: Sequence[str]) -> str:
-    """As wide as the longest name needs it."""
+    """Return the cell of an engine's name, as wide as the longest name."""
     return "" if len(engines) == 1 else "  " + name.ljust(max(12, 1 + max(map(len, engines))))
 
 
 def summary(results: Sequence[Result]) -> dict[str, dict[str, dict[int, float]]]:
-    """Median ratios by collective, rival and bytes."""
+    """Return the median ratios by collective, rival and bytes."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for result in results:
         for name, ratio in ratios(result).items():
@@ -134,7 +135,7 @@ def summary(results: Sequence[Result]) -> dict[str, dict[str, dict[int, float]]]
 
 
 def summary_lines(results: Sequence[Result]) -> Iterator[str]:
-    """How many times as fast as each rival gradwire is: a row for each, a column for each size, then their mean."""
+    """Yield a table of speed-ups per collective: one row per rival, one column per size, then the geometric mean."""
     for collective, rivals in summary(results).items():
         sizes = sorted({size for row in rivals.values() for size in row})
         width = max(30, 1 + max(map(len, rivals)))
@@ -150,7 +151,7 @@ def summary_lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def as_json(results: Sequence[Result], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything, each block included. `about` says where and how it was measured."""
+    """Return all results, including each block. `about` describes the machine and the options."""
     return {**about, "results": [_as_json(result) for result in results], "summary": summary(results)}
 
 

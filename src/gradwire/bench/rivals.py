@@ -1,7 +1,7 @@
-"""The other engines by name: what to install for each, where, and how their ranks are started.
+"""Define the other engines: their packages, their environments, and the settings with which their ranks are started.
 
-Each has an environment of its own below the user's cache directory, made when `gradwire bench --install` asks for it
-and never otherwise. Gloo is also found where gradwire itself runs, if torch is there.
+Each engine has its own virtual environment in the user's cache directory. Only `gradwire bench --install` creates it.
+Gloo is also found in gradwire's own environment if torch is installed there.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from pathlib import Path
 
 from gradwire.errors import ConfigError, TransportError
 
-_DONE = "installed.json"  # written last: an environment without it is not complete
+_DONE = "installed.json"  # written last: an environment without it is incomplete
 
 
 @dataclass(frozen=True)
 class Rival:
-    """An engine to be measured against."""
+    """An engine that gradwire is compared with."""
 
     name: str
     title: str
-    environment: str  # whose packages it uses
+    environment: str  # the name of its virtual environment
     packages: tuple[str, ...]
-    module: str  # proves that the environment has it
+    module: str  # the module to import; if that works, the engine is installed
     is_mpi: bool = True
     arguments: tuple[str, ...] = ()  # of mpiexec
-    crowded: tuple[str, ...] = ()  # further ones when there are more ranks than cores
+    crowded: tuple[str, ...] = ()  # more arguments, if there are more ranks than cores
     variables: tuple[tuple[str, str], ...] = ()
-    crowded_variables: tuple[tuple[str, str], ...] = ()
+    crowded_variables: tuple[tuple[str, str], ...] = ()  # more variables, if there are more ranks than cores
 
 
-# Ranks are bound to no core, except by Intel MPI, whose own choice serves it best.
+# Ranks are not bound to cores, except by Intel MPI, whose default binding is the fastest for it.
 _OPENMPI = ("--allow-run-as-root", "--bind-to", "none")
 _OPENMPI_CROWDED = ("--oversubscribe", "--mca", "mpi_yield_when_idle", "1")
 
@@ -74,7 +74,7 @@ RIVALS = {
             arguments=(*_OPENMPI, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
             crowded=_OPENMPI_CROWDED,
         ),
-        # MPICH gives up its core by itself after a thousand polls (MPIR_CVAR_POLLS_BEFORE_YIELD).
+        # MPICH yields its core after 1000 polls (MPIR_CVAR_POLLS_BEFORE_YIELD), so it needs no settings for crowding.
         Rival("mpich", "MPICH", "mpich", ("mpich", "mpi4py>=4.1", "numpy", "ml_dtypes"), "mpi4py"),
         Rival(
             "impi",
@@ -91,7 +91,7 @@ INSTALLABLE = sorted({rival.environment for rival in RIVALS.values()})
 
 
 def parse(text: str, known: Sequence[str]) -> list[str]:
-    """Names with commas between them, each once."""
+    """Parse names separated by commas. Each name is returned once."""
     names = _words(text, known)
     for name in names:
         if name not in known:
@@ -100,7 +100,7 @@ def parse(text: str, known: Sequence[str]) -> list[str]:
 
 
 def parse_against(text: str) -> list[str]:
-    """Names of rivals and paths of interpreters, with commas between them, each once; paths are made absolute."""
+    """Parse names of rivals and paths of interpreters, separated by commas. Each is returned once, paths absolute."""
     found = []
     for word in _words(text, list(RIVALS)):
         path = os.path.abspath(os.path.expanduser(word))
@@ -113,59 +113,59 @@ def parse_against(text: str) -> list[str]:
 def _words(text: str, known: Sequence[str]) -> list[str]:
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words:
-        raise ConfigError(f"no name given; there are {', '.join(known)}")
+        raise ConfigError(f"no name given: choose from {', '.join(known)}")
     return words
 
 
-# ── where ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── finding environments ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def folder(environ: Mapping[str, str]) -> Path:
-    """Where the environments are."""
+    """Return the folder of the environments."""
     cache = environ.get("XDG_CACHE_HOME", "")
-    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # a relative one is to be ignored
+    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # XDG: ignore a relative path
     return base / "gradwire" / "rivals"
 
 
 def find(rival: Rival, environ: Mapping[str, str]) -> Path:
-    """The Python that has the rival, or `ConfigError` saying how to get it."""
+    """Return the Python that has the rival. Raise `ConfigError` with the install command if there is none."""
     place = folder(environ) / rival.environment
-    if _is_made(place, rival):
+    if _is_complete(place, rival):
         return place / "bin" / "python"
     if not rival.is_mpi and importlib.util.find_spec(rival.module) is not None:
         return Path(sys.executable)
     raise ConfigError(f"{rival.title} is not installed: gradwire bench --install {rival.environment}")
 
 
-def _is_made(place: Path, rival: Rival) -> bool:
-    """Whether the environment is complete, and made with the packages that it would get now."""
+def _is_complete(place: Path, rival: Rival) -> bool:
+    """Return whether the environment is complete and was created with the current recipe."""
     try:
-        made = json.loads((place / _DONE).read_text())
+        recorded = json.loads((place / _DONE).read_text())
     except (OSError, ValueError):
         return False
-    return bool(made == recipe(rival)) and (place / "bin" / "python").exists()
+    return bool(recorded == recipe(rival)) and (place / "bin" / "python").exists()
 
 
 def recipe(rival: Rival) -> dict[str, object]:
-    """What a complete environment of this rival was made with."""
+    """Return what determines an environment: the Python version and the packages."""
     return {"python": list(sys.version_info[:2]), "packages": list(rival.packages)}
 
 
-# ── how to get it ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── installing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def install(name: str, environ: Mapping[str, str], progress: Callable[[str], None]) -> Path:
-    """Make the environment of that name, unless it is complete. The output of pip goes to `progress`, line by line."""
+    """Create the environment of that name, unless it is complete. pip's output goes to `progress`, line by line."""
     rival = next(rival for rival in RIVALS.values() if rival.environment == name)
     place = folder(environ) / name
-    with _alone(place):
-        if _is_made(place, rival):
-            progress(f"{rival.title} is installed already, in {place}")
+    with _locked(place):
+        if _is_complete(place, rival):
+            progress(f"{rival.title} is already installed, in {place}")
             return place
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(place)
-        progress(f"making an environment in {place}")
-        run_reporting([sys.executable, "-m", "venv", str(place)], f"cannot make an environment in {place}", progress)
+        progress(f"creating an environment in {place}")
+        run_reporting([sys.executable, "-m", "venv", str(place)], f"cannot create an environment in {place}", progress)
         python = str(place / "bin" / "python")
         pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--progress-bar=off"]
         run_reporting([*pip, *rival.packages], f"cannot install {rival.title}", progress)
@@ -177,21 +177,21 @@ def install(name: str, environ: Mapping[str, str], progress: Callable[[str], Non
 
 
 @contextlib.contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """Hold the lock of an environment: another process may be making it."""
+def _locked(place: Path) -> Iterator[None]:
+    """Hold the lock of an environment, because another process may be creating it."""
     with contextlib.ExitStack() as stack:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(place.with_suffix(".lock"), "w"))
         except OSError as error:
-            problem = f"cannot write to {place.parent}: {error.strerror}; XDG_CACHE_HOME moves it"
+            problem = f"cannot write to {place.parent}: {error.strerror}; set XDG_CACHE_HOME to use another folder"
             raise TransportError(problem) from error
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def run_reporting(command: list[str], problem: str, progress: Callable[[str], None]) -> None:
-    """Run a command. Its output goes to `progress`; `TransportError` with the last lines if it fails."""
+    """Run a command and pass its output to `progress`. Raise `TransportError` with the last lines if it fails."""
     last: deque[str] = deque(maxlen=15)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

@@ -1,6 +1,6 @@
-"""The barrier before every iteration: counters in shared memory, the same for all engines.
+"""Provide the barrier before every iteration: counters in shared memory, the same for all engines.
 
-An engine's own barrier would release its ranks in its own pattern, and so influence when its calls begin.
+An engine's own barrier would release the ranks in an engine-specific order, which would influence when its calls begin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _CACHE_LINE = 64
 
 
 class StartBarrier:
-    """A counter for each rank. Waiting yields the core: there may be more ranks than cores."""
+    """A barrier with one counter per rank. A waiting rank yields its core, because ranks may outnumber the cores."""
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         with open(path, "r+b") as file:
@@ -25,11 +25,11 @@ class StartBarrier:
 
     @staticmethod
     def create(path: Path, size: int) -> None:
-        """The file that the ranks map."""
+        """Create the file that the ranks map."""
         path.write_bytes(bytes(size * _CACHE_LINE))
 
     def wait(self) -> None:
-        """Return when all ranks have called it. It has no timeout: the benchmark ends the ranks if one is missing."""
+        """Wait until all ranks have called this. There is no timeout: the benchmark ends the ranks if one fails."""
         self._round = number = self._round + 1
         counters = self._counters
         counters[self._own] = number

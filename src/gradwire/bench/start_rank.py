@@ -1,11 +1,10 @@
-"""The script that starts one rank, in the environment of any engine:
+"""Start one rank in the environment of any engine. This is a script:
 
     python -P start_rank.py ENGINE SOCKET OPTIONS
 
-It must be this file's measuring code that runs there, together with that environment's engine. So `gradwire.bench` is
-always loaded from this folder. The package around it is the environment's own gradwire where that is the engine. For
-another engine it is an empty module: such an environment has NumPy and the engine, but neither gradwire nor the
-packages that gradwire needs.
+The rank combines this install's measuring code with that environment's engine. So `gradwire.bench` is always loaded
+from this folder. If the engine is gradwire, the parent package `gradwire` is the environment's own. For another engine
+it is an empty module: such an environment has NumPy and the engine, but not gradwire and its dependencies.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class BenchFinder:
-    """Finds `gradwire.bench` and its modules here, before any finder of an editable install is asked."""
+    """Finds `gradwire.bench` and its modules in this folder. It takes precedence over finders of editable installs."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:

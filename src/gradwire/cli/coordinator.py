@@ -1,4 +1,4 @@
-"""`gradwire coordinator`: runs the coordinator of a job as a process of its own."""
+"""`gradwire coordinator`: runs the coordinator of a job in its own process."""
 
 from __future__ import annotations
 
@@ -21,36 +21,53 @@ if TYPE_CHECKING:
     from gradwire.security.credentials import Credentials
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_HELP = """Serve the membership of one job, for workers on any machine that reach it.
+_HELP = """Run the coordinator of one job, which workers on any machine can reach.
 
 \b
   gradwire coordinator --listen 127.0.0.1:29500 --size 4
-  gradwire coordinator --listen 10.0.0.1:29500 --size 4 --min 2 --max 8 --journal job.journal
+  gradwire coordinator --size 4 --min 2 --max 8 --journal job.journal
 
-Prints one line with the job's name and the address, and then, on stderr, who comes and goes. With --min or --max the
-job is elastic: it goes on after losses, and others may join. With --journal its knowledge outlives it: killed and
-started again on the same file, it goes on where it was.
+The coordinator prints one line with the job's name and the address. It logs to stderr which members join and leave.
+With --min or --max the job is elastic: it continues after losses, and workers may join later. With --journal the
+membership survives the coordinator: restarted with the same file, the coordinator continues where it was.
 
-The job's secret is GRADWIRE_TOKEN, or on loopback this user's own. Beyond this machine certificates are needed, or
---insecure. Ctrl-C and SIGTERM end it.
+The job's secret is GRADWIRE_TOKEN, or on loopback this user's own secret file. An address that other machines reach
+needs certificates, or --insecure. Ctrl-C and SIGTERM end the coordinator.
 """
 
 _file = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command(help=_HELP, no_args_is_help=True, context_settings={"max_content_width": 120})
-@click.option("--listen", metavar="HOST:PORT", default="127.0.0.1:0", show_default=True, help="Port 0: a free one.")
-@click.option("--size", metavar="N", type=click.IntRange(min=1), required=True, help="Members to start with.")
-@click.option("--min", "minimum", metavar="N", type=click.IntRange(min=1), help="Fewest members to go on with.")
-@click.option("--max", "maximum", metavar="N", type=click.IntRange(min=1), help="Most members.")
-@click.option("--job", metavar="NAME", envvar="GRADWIRE_JOB", help="The job's name; made up if none is given.")
-@click.option("--journal", metavar="FILE", type=_file, help="Where its knowledge is kept.")
-@click.option("--no-fsync", is_flag=True, help="Do not wait for the disk: the journal may not outlive the machine.")
+@click.command(
+    help=_HELP,
+    short_help="Run the coordinator of a job on this machine.",
+    no_args_is_help=True,
+    context_settings={"max_content_width": 120},
+)
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    default="127.0.0.1:0",
+    show_default=True,
+    help="Address to serve; port 0 takes a free port.",
+)
+@click.option("--size", metavar="N", type=click.IntRange(min=1), required=True, help="Members of the first generation.")
+@click.option(
+    "--min", "minimum", metavar="N", type=click.IntRange(min=1), help="Fewest members with which the job continues."
+)
+@click.option("--max", "maximum", metavar="N", type=click.IntRange(min=1), help="Most members that the job accepts.")
+@click.option("--job", metavar="NAME", envvar="GRADWIRE_JOB", help="The job's name.  [default: a random one]")
+@click.option("--journal", metavar="FILE", type=_file, help="File that stores the membership.")
+@click.option(
+    "--no-fsync", is_flag=True, help="Do not flush the journal to disk: it may not survive a crash of the machine."
+)
 @click.option("--tls-ca", metavar="FILE", envvar="GRADWIRE_TLS_CA", type=_file, help="The authority's certificate.")
-@click.option("--tls-cert", metavar="FILE", envvar="GRADWIRE_TLS_CERT", type=_file, help="Its own certificate.")
-@click.option("--tls-key", metavar="FILE", envvar="GRADWIRE_TLS_KEY", type=_file, help="The key of that one.")
-@click.option("--insecure", is_flag=True, envvar="GRADWIRE_INSECURE", help="Other machines may connect unencrypted.")
-@click.option("--quiet", is_flag=True, help="Say only what is worth a warning.")
+@click.option(
+    "--tls-cert", metavar="FILE", envvar="GRADWIRE_TLS_CERT", type=_file, help="The coordinator's certificate."
+)
+@click.option("--tls-key", metavar="FILE", envvar="GRADWIRE_TLS_KEY", type=_file, help="The key of --tls-cert.")
+@click.option("--insecure", is_flag=True, envvar="GRADWIRE_INSECURE", help="Let other machines connect without TLS.")
+@click.option("--quiet", is_flag=True, help="Log warnings and errors only.")
 def coordinator(
     listen: str,
     size: int,
@@ -72,7 +89,8 @@ def coordinator(
     logging.basicConfig(
         format="%(asctime)s %(message)s", level=logging.WARNING if quiet else logging.INFO, stream=sys.stderr
     )
-    reasons: queue.SimpleQueue[int | JournalError] = queue.SimpleQueue()  # to end; may be put to in a signal's handler
+    # Reasons to end. A SimpleQueue, because a signal handler puts into it.
+    reasons: queue.SimpleQueue[int | JournalError] = queue.SimpleQueue()
     try:
         host, port = split(listen)
         served = Coordinator(
@@ -107,7 +125,7 @@ def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> Creden
 
 @contextlib.contextmanager
 def _signals_to(put: Callable[[int], None]) -> Iterator[None]:
-    """Signals that end us are put there. Those that are ignored (nohup) stay ignored."""
+    """Pass signals that would end this process to `put`. Ignored signals (as under nohup) stay ignored."""
 
     def received(number: int, frame: FrameType | None) -> None:
         put(number)

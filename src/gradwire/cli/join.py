@@ -1,4 +1,4 @@
-"""`gradwire join`: starts workers for a job that already runs, from this machine or another."""
+"""`gradwire join`: starts workers for a running job, on this machine or another."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gradwire.cli.launching import CONTEXT, chaos_of, see_through, shared_options, task_of
+from gradwire.cli.launching import CONTEXT, chaos_of, run_to_end, shared_options, task_of
 
 if TYPE_CHECKING:
     from gradwire.launch.output import Output
     from gradwire.launch.supervisor import Supervisor
 
-_HELP = """Join the elastic job whose coordinator is at ADDRESS, with one worker or more.
+_HELP = """Join the elastic job whose coordinator is at ADDRESS, with one or more workers.
 
 \b
   gradwire join 127.0.0.1:23456 train.py --epochs 10
-  GRADWIRE_TOKEN=… gradwire join 10.0.0.1:29500 -n 4 train.py --epochs 10
+  gradwire join 127.0.0.1:23456 -n 4 train.py --epochs 10
+  GRADWIRE_TOKEN=… gradwire join 10.0.0.1:29500 -n 4 train.py
 
-The workers are let in after the job's next step and get its state; with --max members the job is full, and they wait.
-`gradwire run --min … --max …` and `gradwire coordinator` print the address. The job's secret comes from GRADWIRE_TOKEN
-or --token-file; for a job of the same user on the same machine none is needed.
+The job admits the workers after its next step and sends them its state. If it already has --max members, the workers
+wait. `gradwire run --min … --max …` and `gradwire coordinator` print the address. Options may stand before or after
+ADDRESS; everything after SCRIPT belongs to the script. The job's secret comes from GRADWIRE_TOKEN or --token-file; a
+job of the same user on the same machine needs neither.
 """
 
 
 class _OptionsAroundAddress(click.Command):
-    """Options may stand before the address and after it; what follows the script is the script's."""
+    """Accepts options before and after the address; everything after the script belongs to the script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         before, rest = self._split(ctx, args)
@@ -36,27 +38,35 @@ class _OptionsAroundAddress(click.Command):
         return super().parse_args(ctx, args)
 
     def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
-        """The options at the beginning, and the rest."""
+        """Split arguments into the options at the beginning and the rest."""
         options = click.Command(None, params=[one for one in self.get_params(ctx) if isinstance(one, click.Option)])
         _, rest, _ = options.make_parser(ctx).parse_args(list(args))
         return args[: len(args) - len(rest)], rest
 
 
-@click.command(cls=_OptionsAroundAddress, help=_HELP, no_args_is_help=True, context_settings=CONTEXT)
+@click.command(
+    cls=_OptionsAroundAddress,
+    help=_HELP,
+    short_help="Start workers that join a running elastic job.",
+    no_args_is_help=True,
+    context_settings=CONTEXT,
+)
 @click.argument("address")
-@click.option("-n", "count", metavar="N", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "-n", "count", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Number of workers."
+)
 @click.option(
     "--restarts",
     metavar="R",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Replace so many lost workers in all.",
+    help="Replace up to R lost workers in all.",
 )
 @click.option(
     "--token-file",
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
-    help="A file that holds the job's secret; it stands before GRADWIRE_TOKEN.",
+    help="File with the job's secret; takes precedence over GRADWIRE_TOKEN.",
 )
 @shared_options
 def join(
@@ -73,7 +83,7 @@ def join(
     args: tuple[str, ...],
 ) -> None:
     task = task_of(script, args, is_module=is_module)
-    trouble = chaos_of(chaos, elastic=True)
+    faults = chaos_of(chaos, elastic=True)
 
     def make(output: Output) -> Supervisor:
         from gradwire.launch import elastic_rendezvous
@@ -85,10 +95,10 @@ def join(
             count,
             elastic_rendezvous.elsewhere(count, address, token_file),
             restarts=Restarts(minimum=1, restarts=restarts),
-            chaos=trouble,
+            chaos=faults,
             output=output,
             grace=grace,
             kill_after=kill_after,
         )
 
-    see_through(make, log_dir)
+    run_to_end(make, log_dir)

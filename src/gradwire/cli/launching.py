@@ -1,4 +1,4 @@
-"""What `gradwire run` and `gradwire join` share: options, signals, and the report at the end."""
+"""The options, the signal handling and the final report that `gradwire run` and `gradwire join` share."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _SHARED: tuple[_Decorator, ...] = (
     click.option(
         "--log-dir",
         type=click.Path(file_okay=False, path_type=Path),
-        help="Where the logs go; those of an earlier run there are moved to earlier-1, earlier-2 … in it. "
-        "By default a temporary directory, kept and named if the job fails.",
+        help="Folder for the logs. Logs of an earlier run there are moved to its subfolder earlier-1, earlier-2 …  "
+        "[default: a temporary folder, kept if the job fails]",
     ),
     click.option(
         "--grace",
@@ -47,7 +47,7 @@ _SHARED: tuple[_Decorator, ...] = (
         metavar="SECONDS",
         default=GRACE,
         show_default=True,
-        help="How long the others may take to end by themselves after the job has failed, before SIGTERM.",
+        help="After a failure, wait this long for the other processes to end before sending SIGTERM.",
     ),
     click.option(
         "--kill-after",
@@ -55,12 +55,12 @@ _SHARED: tuple[_Decorator, ...] = (
         metavar="SECONDS",
         default=KILL_AFTER,
         show_default=True,
-        help="How long a process that was told to stop may take, before SIGKILL.",
+        help="Wait this long after the first signal before sending SIGKILL.",
     ),
     click.option(
         "--chaos",
         metavar="FAULTS",
-        help="Make trouble on purpose, as in 'kill 2 @5s; freeze random every 10s for 2s': see docs/elastic.md.",
+        help="Inject faults, for example 'kill 2 @5s; freeze random every 10s for 2s': see docs/elastic.md.",
     ),
     click.argument("script"),
     click.argument("args", nargs=-1, type=click.UNPROCESSED),
@@ -68,13 +68,14 @@ _SHARED: tuple[_Decorator, ...] = (
 
 
 def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command with the options and arguments of `run` and `join`."""
     for decorate in reversed(_SHARED):
         command = decorate(command)
     return command
 
 
 def task_of(script: str, args: tuple[str, ...], *, is_module: bool) -> Task:
-    """What the workers run; a script that is not there is told before anything starts."""
+    """Return what the workers run; raise a usage error if the script does not exist."""
     from gradwire.launch.worker_process import Task
 
     if is_module:
@@ -88,6 +89,7 @@ def task_of(script: str, args: tuple[str, ...], *, is_module: bool) -> Task:
 
 
 def chaos_of(text: str | None, *, elastic: bool) -> Chaos | None:
+    """Parse the text of --chaos; raise a usage error for faults that a job of this kind cannot have."""
     if text is None:
         return None
     try:
@@ -100,8 +102,8 @@ def chaos_of(text: str | None, *, elastic: bool) -> Chaos | None:
     return chaos
 
 
-def see_through(make: Callable[[Output], Supervisor], log_dir: Path | None) -> NoReturn:
-    """Run the job that `make` prepares to its end, tell how it ended, and exit as it did."""
+def run_to_end(make: Callable[[Output], Supervisor], log_dir: Path | None) -> NoReturn:
+    """Run the job that `make` prepares until it ends, report how it ended, and exit with its exit code."""
     from gradwire.launch.log_folder import log_folder
     from gradwire.launch.output import Output
 
@@ -111,32 +113,34 @@ def see_through(make: Callable[[Output], Supervisor], log_dir: Path | None) -> N
         with log_folder(wanted) as folder:
             output = Output(log_dir=folder)
             if folder != wanted:
-                output.say(f"gradwire: another launcher uses {wanted}; the logs of this one are in {folder}")
+                output.print_line(f"gradwire: another launcher uses {wanted}; the logs of this one are in {folder}")
             supervisor = make(output)
             with _warnings_to(output), _signals_stop(supervisor), supervisor:
                 supervisor.wait()
     except GradwireError as error:
         raise click.ClickException(str(error)) from error
     assert supervisor.outcome is not None
-    _tell(supervisor.outcome, folder)
+    _report_end(supervisor.outcome, folder)
     if not keep and supervisor.outcome.exit_code == 0:
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(supervisor.outcome.exit_code)
 
 
-class _Reporter(logging.Handler):
+class _OutputHandler(logging.Handler):
+    """Shows log messages of this process among the lines of the workers."""
+
     def __init__(self, output: Output) -> None:
         super().__init__(logging.WARNING)
         self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._output.say(f"gradwire: {record.getMessage()}")
+        self._output.print_line(f"gradwire: {record.getMessage()}")
 
 
 @contextlib.contextmanager
 def _warnings_to(output: Output) -> Iterator[None]:
-    """What this process itself logs, as of a coordinator that does not answer, is said among the workers' lines."""
-    logger, handler = logging.getLogger("gradwire"), _Reporter(output)
+    """Show what this process logs, for example that the coordinator does not answer, among the workers' lines."""
+    logger, handler = logging.getLogger("gradwire"), _OutputHandler(output)
     logger.addHandler(handler)
     logger.propagate = False
     try:
@@ -148,14 +152,14 @@ def _warnings_to(output: Output) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_stop(supervisor: Supervisor) -> Iterator[None]:
-    """Signals to this process stop the job; one more kills it. Those that are ignored (nohup) stay ignored."""
+    """Let a signal to this process stop the job, and a second one kill it. Ignored signals (nohup) stay ignored."""
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         supervisor.stop(signal.SIGKILL if received else number)
         received.append(number)
 
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # some parents leave it ignored, and no exit could be seen
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a parent left it ignored, no exit of a worker could be seen
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number in _SIGNALS:
         if before[number] != signal.SIG_IGN:
@@ -167,8 +171,8 @@ def _signals_stop(supervisor: Supervisor) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def _tell(outcome: Outcome, log_dir: Path) -> None:
-    """Who was lost; after a failure what happened to the others, where the logs are, and last the root cause."""
+def _report_end(outcome: Outcome, log_dir: Path) -> None:
+    """Print which workers were lost; after a failure also where the logs are, and the root cause last."""
     from rich.console import Console
 
     from gradwire.launch import root_cause
@@ -179,7 +183,7 @@ def _tell(outcome: Outcome, log_dir: Path) -> None:
         if outcome.stopped_by is not None:
             console.print(f"gradwire: stopped by {signal.Signals(outcome.stopped_by).name}; logs in {log_dir}")
         else:
-            _tell_losses(console, outcome.endings)
+            _report_losses(console, outcome.endings)
         return
     console.print()
     for line in root_cause.consequences(outcome.endings, root):
@@ -189,7 +193,7 @@ def _tell(outcome: Outcome, log_dir: Path) -> None:
     console.print(root_cause.explain(root, outcome.last_lines))
 
 
-def _tell_losses(console: Console, endings: tuple[Ending, ...]) -> None:
+def _report_losses(console: Console, endings: tuple[Ending, ...]) -> None:
     from gradwire.launch.root_cause import consequences
 
     lost = consequences(endings, root=None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gradwire.cli.launching import CONTEXT, chaos_of, see_through, shared_options, task_of
+from gradwire.cli.launching import CONTEXT, chaos_of, run_to_end, shared_options, task_of
 from gradwire.launch.stop_escalation import GRACE
 
 if TYPE_CHECKING:
@@ -21,39 +21,45 @@ _HELP = f"""Run a script in N processes that train together.
   gradwire run -n 4 -m package.train --epochs 10
   gradwire run --min 2 --max 8 -n 4 --restarts 3 train.py
 
-Each process finds the others by gw.init(), and also has torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR …).
-Everything after the script is the script's, options too. The processes read no input: their stdin is empty.
+The processes find each other by gw.init(). They also have torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR …).
+Everything after SCRIPT belongs to the script, options too. The standard input of the processes is empty.
 
-What they print appears with the rank in front and, untouched, in a log per rank. When one fails, the others get
-{GRACE:g} seconds to notice and end, then SIGTERM, then SIGKILL; the traceback of the first failure is printed last, and
-its exit code returned (128 + n for signal n). Ctrl-C stops all processes, a second one kills them.
+Each printed line appears with its rank in front, and unchanged in a log file per rank. If a rank fails, the other ranks
+have {GRACE:g} seconds to end, then receive SIGTERM, then SIGKILL. The last thing printed is the root cause, with its
+traceback; its exit code is returned (128 + n for signal n). Frames inside gradwire are hidden unless
+GRADWIRE_TRACEBACK=full is set; the log files have all frames. Ctrl-C stops all processes; a second Ctrl-C kills them.
 
-With --min, --max or --restarts the job is elastic: scripts that train with gw.elastic go on when a worker is lost, as
-long as --min are left; lost ones are replaced --restarts times; and others can come with `gradwire join`. Workers then
-are numbered as they come, since ranks change, and have none of torchrun's variables. The exit code is 0 if the job
-ended well, whoever was lost on the way.
+With --min, --max or --restarts the job is elastic. Scripts that train with gw.elastic continue after the loss of a
+worker as long as --min workers are left. Lost workers are replaced up to --restarts times, and other workers can join
+with `gradwire join`. Workers are numbered in the order of their start, because ranks change. They have none of
+torchrun's variables. The exit code is 0 if the job finished, even if workers were lost.
 """
 
 
-@click.command(help=_HELP, no_args_is_help=True, context_settings=CONTEXT)
-@click.option("-n", "size", metavar="N", type=click.IntRange(min=1), help="How many processes; by default --min.")
+@click.command(
+    help=_HELP,
+    short_help="Run a script in N processes that train together.",
+    no_args_is_help=True,
+    context_settings=CONTEXT,
+)
+@click.option("-n", "size", metavar="N", type=click.IntRange(min=1), help="Number of processes.  [default: --min]")
 @click.option(
     "--min",
     "minimum",
     metavar="A",
     type=click.IntRange(min=1),
-    help="Go on while so many are left; with fewer, wait for others. By default 1, if the job is elastic.",
+    help="Continue while at least A workers are left; with fewer, wait for others.  [default: 1, if elastic]",
 )
 @click.option(
-    "--max", "maximum", metavar="B", type=click.IntRange(min=1), help="Let others join up to so many; by default N."
+    "--max", "maximum", metavar="B", type=click.IntRange(min=1), help="Let workers join up to B in all.  [default: N]"
 )
 @click.option(
-    "--restarts", metavar="R", type=click.IntRange(min=0), help="Replace so many lost workers in all; by default none."
+    "--restarts", metavar="R", type=click.IntRange(min=0), help="Replace up to R lost workers in all.  [default: 0]"
 )
 @click.option(
     "--listen",
     metavar="HOST[:PORT]",
-    help="Where an elastic job can be joined; by default on this machine only, at a free port.",
+    help="Address at which an elastic job can be joined.  [default: a free port of 127.0.0.1]",
 )
 @shared_options
 def run(
@@ -80,7 +86,7 @@ def run(
     if not least <= count <= most:
         raise click.UsageError(f"-n {count} is not between --min {least} and --max {most}")
     task = task_of(script, args, is_module=is_module)
-    trouble = chaos_of(chaos, elastic=elastic)
+    faults = chaos_of(chaos, elastic=elastic)
 
     def make(output: Output) -> Supervisor:
         from gradwire.launch import elastic_rendezvous, rendezvous
@@ -97,7 +103,7 @@ def run(
             setup = StaticSetup(count, rendezvous.on_this_machine(count))
             policy = None
         return Supervisor(
-            task, count, setup, restarts=policy, chaos=trouble, output=output, grace=grace, kill_after=kill_after
+            task, count, setup, restarts=policy, chaos=faults, output=output, grace=grace, kill_after=kill_after
         )
 
-    see_through(make, log_dir)
+    run_to_end(make, log_dir)

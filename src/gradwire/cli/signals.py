@@ -1,4 +1,4 @@
-"""How commands that have started processes react to signals."""
+"""Handles signals in commands that have started processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextlib.contextmanager
 def signals_end() -> Iterator[None]:
-    """SIGTERM and SIGHUP end us as Ctrl-C does, so that nothing is left."""
+    """Let SIGTERM and SIGHUP raise SystemExit, so that context managers end the processes, as after Ctrl-C."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""`gradwire tune`: measures this machine's links, so that algorithms are chosen by their cost here."""
+"""`gradwire tune`: measures the links of this machine, so that the choice of algorithms fits it."""
 
 from __future__ import annotations
 
@@ -23,26 +23,33 @@ if TYPE_CHECKING:
     from gradwire.collectives import Table
 
 SHOWN = (8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20)
-_HELP = """Measure what rounds, messages and bytes cost on this machine, and keep it for the jobs to come.
+_HELP = """Measure what rounds, messages and bytes cost on this machine, and store the table for later jobs.
 
 \b
-  gradwire tune                    measure, show what it means, store it
-  gradwire tune -n 4 --dry-run     with four ranks, and store nothing
-  gradwire tune --show             the table in force, and where it comes from
+  gradwire tune                    measure, show and store the table
+  gradwire tune -n 4 --dry-run     measure with four ranks, store nothing
+  gradwire tune --show             show the current table and its source
 
-Takes some seconds; nothing else should run meanwhile. A job uses the table that its rank 0 finds: the file named by
-GRADWIRE_TUNING, or gradwire/tuning.json in the user's configuration. Without one there are defaults.
+The measurement takes some seconds, in which nothing else should run. A job uses the table that its rank 0 finds: the
+file named by GRADWIRE_TUNING, or gradwire/tuning.json in the user's configuration folder. Without a file the job uses
+the defaults.
 """
 
 
-@click.command(help=_HELP, context_settings={"max_content_width": 120})
-@click.option("-n", "--ranks", metavar="N", type=click.IntRange(2, 64), default=2, show_default=True, help="Ranks.")
-@click.option("--show", is_flag=True, help="Measure nothing.")
-@click.option("--dry-run", is_flag=True, help="Store nothing.")
-@click.option(
-    "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Store it there instead."
+@click.command(
+    help=_HELP,
+    short_help="Measure the links of this machine for the choice of algorithms.",
+    context_settings={"max_content_width": 120},
 )
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option(
+    "-n", "--ranks", metavar="N", type=click.IntRange(2, 64), default=2, show_default=True, help="Number of ranks."
+)
+@click.option("--show", is_flag=True, help="Show the current table; measure nothing.")
+@click.option("--dry-run", is_flag=True, help="Measure, but store nothing.")
+@click.option(
+    "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Store the table in this file."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print table and measurements as JSON.")
 def tune(ranks: int, show: bool, dry_run: bool, output: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
@@ -55,7 +62,7 @@ def tune(ranks: int, show: bool, dry_run: bool, output: Path | None, as_json: bo
     try:
         if show:
             source = f"the defaults ({file}: {problem})" if problem else str(tuning_table.path(os.environ))
-            console.print(f"# in force: {source}")
+            console.print(f"# current table: {source}")
         else:
             with signals_end():
                 measured = _measure(ranks, console)
@@ -87,16 +94,18 @@ def _measure(ranks: int, console: Console) -> list[Measured]:
     for kind in ("tcp", "shm"):
         one = measure(kind, ranks)
         if one is None:
-            console.print(f"# {kind}: this group has no such links; its constants stay as they are")
+            console.print(f"# {kind}: this group has no such links; their constants are not changed")
             continue
-        core = "the native core" if one.native else "Python alone"
-        console.print(f"# {kind}: {ranks} ranks, {core}; half of the times within {one.misfit - 1:.0%} of their prices")
+        core = "the native core" if one.native else "Python only"
+        console.print(
+            f"# {kind}: {ranks} ranks, {core}; half of the times are within {one.misfit - 1:.0%} of the model"
+        )
         measured.append(one)
     return measured
 
 
 def _report(table: Table, measured: list[Measured], ranks: int) -> Iterator[Any]:
-    """The constants, and what they mean for all_reduce, each beside the defaults."""
+    """Yield two tables: the constants, and the algorithms that they choose for all_reduce, beside the defaults."""
     from rich.table import Table as Grid
 
     from gradwire.bench.cases import human

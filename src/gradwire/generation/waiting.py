@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gradwire.errors import Closed, GradwireError
 from gradwire.generation.failure_path import ANSWER_SECONDS, FailurePath
@@ -30,6 +30,15 @@ class SlowWait:
 
     def reported(self, now: float) -> None:
         self.due = now + (now - self.began)
+
+
+def is_lowest_waiting(rank: int, sequence: int, positions: Mapping[int, Position]) -> bool:
+    """Return whether `rank` is the lowest rank that waits in a call, by the positions of the ranks that answered.
+
+    A rank that is late, has finished the call, or does not answer will not log the wait.
+    """
+    waiting = (peer for peer, place in positions.items() if place.finished < sequence <= place.sequence)
+    return all(rank < peer for peer in waiting)
 
 
 class OperationWait:
@@ -79,10 +88,16 @@ class OperationWait:
             raise self._timed_out()
         if now >= slow_wait.due:
             slow_wait.reported(now)
-            waited = now - slow_wait.began
-            rank = failure.identity.rank
-            log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), self._describe(self.late()))
+            self._log_slow(now - slow_wait.began)
         return self._pause(time.monotonic())
+
+    def _log_slow(self, waited: float) -> None:
+        """Log which ranks are late: one line for all ranks that wait in this call."""
+        rank = self._failure.identity.rank
+        positions = self._positions()
+        if is_lowest_waiting(rank, self.sequence, positions):
+            late = self._late(positions)
+            log.warning("rank %d has waited %.0f s%s: %s", rank, waited, self.during(), self._describe(late))
 
     def _begun(self, now: float) -> SlowWait:
         if self._slow_wait is None:
@@ -135,7 +150,13 @@ class OperationWait:
 
     def late(self) -> list[tuple[int, Position | None]]:
         """Return the ranks that have not reached this call or do not answer, with their positions, lowest first."""
-        positions = self._failure.control.positions(self._calls, ANSWER_SECONDS)
+        return self._late(self._positions())
+
+    def _positions(self) -> dict[int, Position]:
+        """Return the positions of the other ranks of the group that answer."""
+        return self._failure.control.positions(self._calls, ANSWER_SECONDS)
+
+    def _late(self, positions: Mapping[int, Position]) -> list[tuple[int, Position | None]]:
         peers = [rank for rank in self._calls.members if rank != self._failure.identity.rank]
         silent = [(rank, None) for rank in peers if rank not in positions]
         behind = [(rank, place) for rank, place in positions.items() if place.sequence < self.sequence]

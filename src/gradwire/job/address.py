@@ -1,4 +1,4 @@
-"""Addresses as users write them: "host:port"."""
+"""Parse and check addresses of the form "host:port"."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from gradwire.errors import ConfigError
 from gradwire.job.environments.launcher_settings import join
 
-# Numbers and dots only: meant as an IPv4 address, and a mistake if it is none.
+# A host of digits and dots only must be a valid IPv4 address. It is never treated as a host name.
 _LIKE_IPV4 = re.compile(r"[0-9.]+")
 _HOST_NAME = re.compile(r"[^\s/@,;\[\]:]{1,253}")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host and a port. Port 0 means any free one, which only makes sense for a listener."""
+    """A host and a port. Port 0 lets the system choose a free port, so it is useful for listeners only."""
 
     host: str
     port: int
@@ -29,7 +29,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, source: str = "the address") -> Address:
-        """Read "127.0.0.1:29500", "[::1]:29500" or "name:29500"; `source` is what an error calls it.
+        """Parse "127.0.0.1:29500", "[::1]:29500" or "name:29500". Errors name `source` as the origin of the text.
 
         >>> Address.parse("[::1]:29500")
         Address(host='::1', port=29500)
@@ -44,7 +44,7 @@ class Address:
         return join(self.host, self.port)
 
     def resolve(self) -> tuple[str, ...]:
-        """The IP addresses of the host, in the resolver's order."""
+        """Return the IP addresses of the host, in the resolver's order."""
         try:
             answers = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -53,7 +53,7 @@ class Address:
         return tuple(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers))
 
     def is_loopback(self) -> bool:
-        """Whether the host is this machine and unreachable from others; a name counts only if all it resolves to is."""
+        """Return whether all IP addresses of the host are loopback addresses, which other machines cannot reach."""
         return all(_is_loopback(ip) for ip in self.resolve())
 
 
@@ -63,7 +63,7 @@ def _split(text: str) -> tuple[str, int]:
         if not bracket or not rest.startswith(":"):
             raise ConfigError("an IPv6 address is written [host]:port")
         if not _is_ip(host, 6):
-            raise ConfigError(f"{host!r} between the brackets is no IPv6 address")
+            raise ConfigError(f"{host!r} in brackets is not an IPv6 address")
         port = rest[1:]
     else:
         if "://" in text:
@@ -74,7 +74,7 @@ def _split(text: str) -> tuple[str, int]:
         if ":" in host:
             raise ConfigError("an IPv6 address needs brackets: [host]:port")
     if not re.fullmatch(r"[0-9]{1,5}", port):
-        raise ConfigError(f"the port {port!r} is no number between 0 and 65535")
+        raise ConfigError(f"the port {port!r} is not a number between 0 and 65535")
     return host, int(port)
 
 
@@ -83,12 +83,12 @@ def _check_host(host: str) -> None:
         raise ConfigError("the host is missing; write host:port")
     if ":" in host:
         if not _is_ip(host, 6):
-            raise ConfigError(f"the host {host!r} is no IPv6 address")
+            raise ConfigError(f"the host {host!r} is not an IPv6 address")
     elif _LIKE_IPV4.fullmatch(host):
         if not _is_ip(host, 4):
-            raise ConfigError(f"the host {host!r} is no IPv4 address")
+            raise ConfigError(f"the host {host!r} is not an IPv4 address")
     elif not _HOST_NAME.fullmatch(host):
-        raise ConfigError(f"the host {host!r} is neither an IP address nor a name")
+        raise ConfigError(f"the host {host!r} is neither an IP address nor a host name")
 
 
 def _is_ip(text: str, version: int) -> bool:
@@ -101,5 +101,5 @@ def _is_ip(text: str, version: int) -> bool:
 def _is_loopback(text: str) -> bool:
     ip = ipaddress.ip_address(text)
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        return ip.ipv4_mapped.is_loopback  # ::ffff:127.0.0.1, which Python 3.11 does not see as loopback itself
+        return ip.ipv4_mapped.is_loopback  # Python 3.11's is_loopback is False for ::ffff:127.0.0.1
     return ip.is_loopback

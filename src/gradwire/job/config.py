@@ -1,8 +1,8 @@
-"""`JobConfig`: rank, size, address and other settings of this process, from arguments, variables and launchers.
+"""`JobConfig` holds rank, size, address and other settings of this process; `resolve` finds them.
 
-`resolve` answers from three layers: the arguments, then `GRADWIRE_*`, then the variables of the launcher that started
-this process (see `environments/`). An argument always wins over a variable. Every error says which argument or variable
-the bad value came from.
+`resolve` reads each setting from the first of three sources that has it: the arguments, the `GRADWIRE_*` variables, the
+variables of the launcher that started this process (see `environments/`). An argument always takes precedence over a
+variable. Every error names the argument or variable that the bad value came from.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ELASTIC = "GRADWIRE_ELASTIC"
 MEMBER = "GRADWIRE_MEMBER"
 
 TRANSPORTS = ("auto", "shm", "tcp")
-NOT_BUILT = ("grpc", "mpi")  # names that are kept for transports to come; refused until then
+NOT_BUILT = ("grpc", "mpi")  # reserved for future transports; an error until they exist
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class _DefaultValue(float):
-    """A default that can be told from the same number given on purpose, which no variable may override."""
+    """A default that variables may override. The same number passed as an argument is a plain float: it is kept."""
 
     __slots__ = ()
 
@@ -54,14 +54,23 @@ _JOB_NAME = re.compile(r"[!-~]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """What a process knows of its job before it has spoken to anybody. Validated as a whole.
+    """The settings with which this process joins its job. The constructor raises `ConfigError` if they conflict.
 
-    `local_rank` is None where nobody told it. `peer_timeout` is how long a rank on another host may be silent.
-    `served` says that somebody else, a launcher, runs the coordinator at `address`; otherwise rank 0 does.
-    `address_taken` says that a launcher listens at `address` for purposes of its own. `job`, where there is one, is a
-    name that keeps two jobs apart that meet at one address. In an `elastic` job members come and go: rank and size are
-    wishes for the first generation, and None where there is none. `member` is the id that a launcher gave this process.
-    `sources` says where each value came from.
+    - `rank`, `size`: this process's rank and the number of ranks. In an elastic job both may be None, and they apply to
+      the first generation only.
+    - `local_rank`: this process's number among the ranks of its host, or None if it is unknown.
+    - `address`: where the ranks meet, or None for a job of one rank.
+    - `transport`: "auto", "shm" or "tcp".
+    - `timeout`: seconds for joining, and for each call that has no timeout of its own.
+    - `peer_timeout`: seconds without a heartbeat after which a rank on another host counts as lost. The largest value
+      of all ranks applies.
+    - `insecure`: allows plaintext links to other machines.
+    - `job`: the name of the job, or None. A coordinator refuses processes that name another job.
+    - `served`: a launcher runs the coordinator at `address`. Otherwise rank 0 does.
+    - `address_taken`: a launcher listens at `address` for its own purposes, so the ranks must agree on another port.
+    - `elastic`: members may join and leave while the job runs.
+    - `member`: the id that a launcher gave this process, or None.
+    - `sources`: for each setting, the argument or variable that it came from.
     """
 
     size: int | None = 1
@@ -83,31 +92,31 @@ class JobConfig:
         if self.elastic:
             if not self.served:
                 raise ConfigError(
-                    f"an elastic job needs a coordinator that outlives its members, and {COORDINATOR} does not say "
-                    "where one is: start with `gradwire run --min … --max …`, or run `gradwire coordinator`"
+                    f"an elastic job needs a coordinator that outlives its members, and {COORDINATOR} is not set: "
+                    "start with `gradwire run --min … --max …`, or run `gradwire coordinator`"
                 )
         elif self.size is None or self.rank is None:
-            raise ConfigError("only the members of an elastic job have no rank of their own")
+            raise ConfigError("rank and size may be left out only in an elastic job")
         self._check_numbers()
         if self.address is not None and self.address.port == 0:
             raise ConfigError(f"{self._named('address')}: with port 0 the other ranks cannot know where to connect")
         if self.served and self.address is None:
-            raise ConfigError("a job whose coordinator is run by somebody else needs its address")
+            raise ConfigError("a job with a separate coordinator needs the coordinator's address")
         self._check_transport()
         if not 0 < self.timeout <= threading.TIMEOUT_MAX:
             raise ConfigError(f"{self._named('timeout')} is not a positive number of seconds")
         if not LEAST_TIMEOUT <= self.peer_timeout <= MOST_TIMEOUT:
             bounds = f"{LEAST_TIMEOUT:g} to {MOST_TIMEOUT:g} seconds"
-            raise ConfigError(f"{self._named('peer_timeout')} is out of range: a rank may be silent for {bounds}")
+            raise ConfigError(f"{self._named('peer_timeout')} is out of range: choose {bounds}")
         if self.job is not None and not _JOB_NAME.fullmatch(self.job):
             raise ConfigError(f"{self._named('job')} is not 1 to 128 visible ASCII characters without spaces")
 
     def _check_transport(self) -> None:
         known = ", ".join(map(repr, TRANSPORTS))
         if self.transport in NOT_BUILT:
-            raise UnsupportedOp(f"{self._named('transport')} is not built yet: there are {known}", operation="init")
+            raise UnsupportedOp(f"{self._named('transport')} is not available yet: use {known}", operation="init")
         if self.transport not in TRANSPORTS:
-            raise ConfigError(f"{self._named('transport')} is unknown: there are {known}")
+            raise ConfigError(f"{self._named('transport')} is unknown: use {known}")
 
     def _check_numbers(self) -> None:
         size = self.size
@@ -127,7 +136,10 @@ class JobConfig:
 
     @property
     def role(self) -> Literal["coordinator", "worker"]:
-        """Whether this process serves the rendezvous: rank 0 does, unless a launcher already does."""
+        """Return "coordinator" if this process serves the rendezvous, otherwise "worker".
+
+        Rank 0 serves the rendezvous, unless a launcher already does.
+        """
         return "coordinator" if self.rank == 0 and not self.served else "worker"
 
     def _named(self, name: str) -> str:
@@ -147,54 +159,58 @@ def resolve(
     insecure: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> JobConfig:
-    """Make the job's configuration from arguments, `GRADWIRE_*` and the launcher's variables, in this order.
+    """Return the job's configuration from arguments, `GRADWIRE_*` and the launcher's variables, in this order.
 
-    What is None, transport "auto", and the default timeout count as not given. Either of `insecure` and
-    `GRADWIRE_INSECURE` suffices. With nothing given and nothing found this is a job of one.
+    An argument that is None counts as not given, and so do transport "auto" and the default timeout. Plaintext links
+    are allowed if `insecure` is true or `GRADWIRE_INSECURE` is set to a true value. If neither rank nor size is found,
+    the job has one rank.
     """
     environ = os.environ if environ is None else environ
     launchers = environments.detect(environ)
-    who = _identity(launchers)
+    numbering = _numbering(launchers)
     sources: dict[str, str] = {}
-    the_rank = _whole("rank", rank, find(environ, RANK) or who.rank, sources)
-    the_size = _whole("size", size, find(environ, SIZE) or who.size, sources)
+    chosen_rank = _whole_number("rank", rank, find(environ, RANK) or numbering.rank, sources)
+    chosen_size = _whole_number("size", size, find(environ, SIZE) or numbering.size, sources)
     elastic = _flag(find(environ, ELASTIC))
     if not elastic:
-        the_rank, the_size = _complete(the_rank, the_size, sources)
-    agreeing = [partial for partial in launchers if _agrees(partial, the_rank, the_size)]
-    place = _place(address, environ, [p for p in launchers if p in agreeing or not p.address_derived], sources)
+        chosen_rank, chosen_size = _complete(chosen_rank, chosen_size, sources)
+    agreeing = [partial for partial in launchers if _agrees(partial, chosen_rank, chosen_size)]
+    usable = [partial for partial in launchers if partial in agreeing or not partial.address_derived]
+    rendezvous = _rendezvous(address, environ, usable, sources)
     config = JobConfig(
-        size=the_size,
-        rank=the_rank,
-        local_rank=_local_rank(environ, agreeing, the_rank, the_size, sources),
-        address=place.address,
+        size=chosen_size,
+        rank=chosen_rank,
+        local_rank=_local_rank(environ, agreeing, chosen_rank, chosen_size, sources),
+        address=rendezvous.address,
         transport=_transport(transport, environ, sources),
         timeout=_timeout(timeout, environ, sources),
         peer_timeout=_peer_timeout(environ, sources),
         insecure=bool(insecure) or _flag(find(environ, INSECURE)),
-        job=_job(environ, agreeing, place.served, sources),
-        served=place.served,
-        address_taken=place.taken,
+        job=_job(environ, agreeing, rendezvous.served, sources),
+        served=rendezvous.served,
+        address_taken=rendezvous.taken,
         elastic=elastic,
         member=_text(find(environ, MEMBER)),
         sources=sources,
     )
     if config.size is not None and config.size > 1 and config.address is None:
-        raise ConfigError(_no_address(config, agreeing))
+        raise ConfigError(_missing_address(config, agreeing))
     return config
 
 
-# --- the pieces of resolve, in its order
+# --- helpers of `resolve`, in the order of their use
 
 
-def _identity(launchers: tuple[Partial, ...]) -> Partial:
-    """The launcher to believe about rank and size: the first that knows both, else the first that knows either."""
-    knows_both = (partial for partial in launchers if partial.rank and partial.size)
-    knows_one = (partial for partial in launchers if partial.rank or partial.size)
-    return next(knows_both, None) or next(knows_one, None) or Partial("nobody")
+def _numbering(launchers: tuple[Partial, ...]) -> Partial:
+    """Return the launcher that gives rank and size: the first that gives both, else the first that gives either."""
+    gives_both = (partial for partial in launchers if partial.rank and partial.size)
+    gives_one = (partial for partial in launchers if partial.rank or partial.size)
+    return next(gives_both, None) or next(gives_one, None) or Partial("no launcher")
 
 
-def _whole(name: str, argument: SupportsIndex | None, found: Found | None, sources: dict[str, str]) -> int | None:
+def _whole_number(
+    name: str, argument: SupportsIndex | None, found: Found | None, sources: dict[str, str]
+) -> int | None:
     if argument is not None:
         sources[name] = f"the argument {name}"
         try:
@@ -216,7 +232,8 @@ def _integer(found: Found) -> int:
 
 
 def _complete(rank: int | None, size: int | None, sources: Mapping[str, str]) -> tuple[int, int]:
-    """Nothing at all means a job of one; one without the other is a mistake, except for a size of 1."""
+    """Return rank and size. If both are missing, the job has one rank. A single missing one is an error, unless the
+    size is 1."""
     if size is None and rank is None:
         return 0, 1
     if size is None:
@@ -235,37 +252,37 @@ def _complete(rank: int | None, size: int | None, sources: Mapping[str, str]) ->
 
 
 def _agrees(partial: Partial, rank: int | None, size: int | None) -> bool:
-    """Whether a launcher speaks of the process that this one turned out to be, or of no particular one."""
+    """Return whether the rank and size in a launcher's variables, if any, are those of this process."""
     return (partial.rank is None or partial.rank.text == str(rank)) and (
         partial.size is None or partial.size.text == str(size)
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Rendezvous:
     address: Address | None
     served: bool = False
     taken: bool = False
 
 
-def _place(
+def _rendezvous(
     argument: Address | str | None, environ: Mapping[str, str], launchers: list[Partial], sources: dict[str, str]
-) -> _Place:
-    """Where to meet. A coordinator that is being run stands before an address where one could be."""
+) -> _Rendezvous:
+    """Return where the ranks meet. `GRADWIRE_COORDINATOR` takes precedence over `GRADWIRE_ADDRESS`."""
     if argument is not None:
         sources["address"] = "the argument address"
         if isinstance(argument, Address):
-            return _Place(argument)
+            return _Rendezvous(argument)
         if not isinstance(argument, str):
-            raise ConfigError(f"the argument address is {argument!r}, which is neither a text nor an Address")
-        return _Place(Address.parse(argument, sources["address"]))
+            raise ConfigError(f'the argument address is {argument!r}: write a string of the form "host:port"')
+        return _Rendezvous(Address.parse(argument, sources["address"]))
     given = find(environ, COORDINATOR, ADDRESS)
     partial = next((partial for partial in launchers if partial.address), None)
     found = given or (partial.address if partial else None)
     if found is None:
-        return _Place(None)
+        return _Rendezvous(None)
     sources["address"] = found.source
-    return _Place(
+    return _Rendezvous(
         Address.parse(found.text, found.source),
         served=found.source == COORDINATOR,
         taken=given is None and partial is not None and partial.address_taken,
@@ -275,9 +292,9 @@ def _place(
 def _local_rank(
     environ: Mapping[str, str], agreeing: list[Partial], rank: int | None, size: int | None, sources: dict[str, str]
 ) -> int | None:
-    """The local rank that was told together with this rank; that of another rank says nothing about this one."""
-    found, beside = find(environ, LOCAL_RANK), find(environ, RANK)
-    if found is None or (beside is not None and beside.text != str(rank)):
+    """Return the local rank, or None. A local rank set beside another rank's number belongs to that other rank."""
+    found, rank_variable = find(environ, LOCAL_RANK), find(environ, RANK)
+    if found is None or (rank_variable is not None and rank_variable.text != str(rank)):
         found = next((partial.local_rank for partial in agreeing if partial.rank and partial.local_rank), None)
     if found is None:
         return 0 if size == 1 else None
@@ -301,7 +318,7 @@ def _timeout(argument: float, environ: Mapping[str, str], sources: dict[str, str
     try:
         if found is None and isinstance(argument, bool | str):
             raise TypeError
-        return float(value)  # type: ignore[arg-type]  # whatever the caller gave: an error says so
+        return float(value)  # type: ignore[arg-type]  # callers may pass any object; a wrong type raises ConfigError
     except (TypeError, ValueError):
         raise ConfigError(f"{source} is {value!r}, which is not a number of seconds") from None
 
@@ -326,13 +343,15 @@ def _flag(found: Found | None) -> bool:
         return False
     text = found.text.lower()
     if text not in TRUE + FALSE:
-        raise ConfigError(f"{found.source} is {found.text!r}, which is neither yes ({'/'.join(TRUE)}) nor no")
+        raise ConfigError(
+            f"{found.source} is {found.text!r}, which is neither true ({'/'.join(TRUE)}) nor false ({'/'.join(FALSE)})"
+        )
     return text in TRUE
 
 
 def _job(environ: Mapping[str, str], agreeing: list[Partial], served: bool, sources: dict[str, str]) -> str | None:
     found = find(environ, JOB)
-    if found is None and not served:  # a coordinator that somebody runs has its own name, unknown to other launchers
+    if found is None and not served:  # a separate coordinator names its job itself; the launcher's name would not match
         found = next((partial.job for partial in agreeing if partial.rank and partial.job), None)
     if found is None:
         return None
@@ -340,7 +359,8 @@ def _job(environ: Mapping[str, str], agreeing: list[Partial], served: bool, sour
     return found.text
 
 
-def _no_address(config: JobConfig, agreeing: list[Partial]) -> str:
+def _missing_address(config: JobConfig, agreeing: list[Partial]) -> str:
+    """Return the message of the error that is raised when a job of several ranks has no address."""
     hint = next((f" ({partial.hint})" for partial in agreeing if partial.hint), "")
     return (
         f'a job of {config._named("size")} needs an address where its ranks meet{hint}: pass address="host:port", '

@@ -1,4 +1,7 @@
-"""The composition root: who am I, where are the others, and the group that connects us."""
+"""Create groups: `gw.init` for a process of a job, `gw.local_group` and `gw.loopback_pair` for threads.
+
+This module is the composition root: it creates the configuration, the member session and the links, and connects them.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,28 @@ def init(
     timeout: float = DEFAULT_TIMEOUT,
     insecure: bool = False,
 ) -> Group:
-    """Join the job and return the group of all its ranks, when all of them have come.
+    """Join the job and return the group of all its ranks.
 
-    What is None comes from the environment: `GRADWIRE_*`, or the variables of torchrun, Slurm, Open MPI and PMI
-    launchers. With nothing said and nothing found the job has one rank. `timeout` holds for the rendezvous and for each
-    blocking call that names none. Ranks of one host share memory where they can; with transport "tcp" they do not, and
-    "shm" insists that all do. Addresses beyond this machine need certificates, or `insecure=True`.
+    The call blocks until all ranks have joined, or in an elastic job until the next generation has formed. An argument
+    that is None is read from the environment: from the `GRADWIRE_*` variables, or from those of the launcher (torchrun,
+    Slurm, Open MPI, or another launcher that uses PMI). If neither rank nor size is found, the job has one rank.
+
+    - `rank`, `size`: this process's rank, from 0, and the number of ranks in the job.
+    - `address`: "host:port" where the ranks meet. Rank 0 listens there, unless `gradwire run` or `gradwire coordinator`
+      already does.
+    - `transport`: how ranks exchange data. With "auto", ranks on one host use shared memory where possible, and all
+      other pairs of ranks use TCP. With "tcp", all ranks use TCP. With "shm", all ranks must share memory, otherwise
+      every rank raises `UnsupportedOp`.
+    - `timeout`: seconds for joining, and the default for each blocking call of the group.
+    - `insecure`: allow plaintext links to other machines. By default an address outside of this machine needs the
+      certificates that `gradwire certs` makes, and `ConfigError` is raised without them.
+
+    Errors:
+
+    - `ConfigError`: the settings are wrong. Nothing was started.
+    - `NoConnection`: no process answers at the address.
+    - `Refused`: the job does not accept this process, for example because another process has its rank.
+    - `Timeout`: not all ranks have joined in time. The message names the missing ranks.
 
     A process is in one job at a time: `init` raises `ConfigError` while the group of an earlier `init` is open. The
     error gives the file and line of that earlier call.
@@ -57,15 +76,15 @@ def init(
     site = call_site()
     config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
     if config.size == 1 and config.address is None and not config.elastic:
-        return process_hooks.keep(alone(config.timeout), site)
+        return process_hooks.set_current(single_rank_group(config.timeout), site)
     deadline = time.monotonic() + config.timeout
     if native_core.native is None and (reason := native_core.why_pure()) and not native_core.is_unwanted():
         log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
-    return MemberSession(config, connect_member, initialised_at=site).take(deadline)
+    return MemberSession(config, connect_member, initialised_at=site).join_next(deadline)
 
 
-def alone(timeout: float) -> Group:
-    """The group of a job of one."""
+def single_rank_group(timeout: float) -> Group:
+    """Return the group of a job that has one rank."""
     from gradwire.transports.local import Hub
 
     identity = Identity(new_run(), 1, 0, ("rank 0 (this process)",), Topology.single(1))
@@ -75,7 +94,10 @@ def alone(timeout: float) -> Group:
 
 
 def local_group(n: int) -> list[Group]:
-    """The groups of n ranks in this process, one for each thread that the caller starts: no sockets, same errors.
+    """Return n groups, one per rank, for n threads of this process. Useful for tests.
+
+    The ranks communicate in memory, without sockets or processes, and raise the same errors as a real job. Start one
+    thread per group: a collective blocks until all ranks have called it.
 
     >>> import gradwire as gw, threading
     >>> groups = gw.local_group(2)
@@ -91,7 +113,9 @@ def local_group(n: int) -> list[Group]:
 
 
 def loopback_pair() -> tuple[Group, Group]:
-    """Two ranks of this process connected by TCP on 127.0.0.1 and free ports, for tests; one for each thread.
+    """Return the groups of two ranks of this process, which communicate over TCP on 127.0.0.1. Useful for tests.
+
+    Use each group on a thread of its own: a collective blocks until both ranks have called it.
 
     >>> import gradwire as gw
     >>> one, two = gw.loopback_pair()
@@ -113,23 +137,26 @@ def loopback_pair() -> tuple[Group, Group]:
     return one, two
 
 
-# -- putting the parts together ---------------------------------------------------------------------------------------
+# -- construction -----------------------------------------------------------------------------------------------------
 
 
 def member_session(config: JobConfig, agree: Agree | None = None) -> MemberSession:
-    """A session of this process in the job of a configuration."""
+    """Return a session of this process in the job that `config` describes."""
     return MemberSession(config, connect_member, agree)
 
 
 def thread_job(timeout: float, on_call: Callable[[str, LocalTransport], None] | None = None) -> ThreadJob:
-    """A job whose members are threads of this process; `on_call` gets a member's id and transport at each call."""
-    from gradwire.job.thread_job import ThreadJob  # loads the coordinator's state machine
+    """Return a job whose members are threads of this process.
+
+    `on_call` is called with the member's id and transport at the start of each call that a member makes.
+    """
+    from gradwire.job.thread_job import ThreadJob  # imported late: it loads the coordinator's state machine
 
     return ThreadJob(timeout, connect_in_process, on_call)
 
 
 def connect_member(endpoint: Endpoint, config: JobConfig, deadline: float) -> Group:
-    """Connect this process with all other ranks; the group of them."""
+    """Connect this process to all other ranks and return the group of all ranks."""
     generations = establish(
         [endpoint],
         world_channel=collective_channel(WORLD),
@@ -138,15 +165,15 @@ def connect_member(endpoint: Endpoint, config: JobConfig, deadline: float) -> Gr
         peer_timeout=config.peer_timeout,
         begun=process_hooks.track,
     )
-    return _world(generations[0], config.timeout)
+    return _world_group(generations[0], config.timeout)
 
 
 def connect_in_process(endpoints: Sequence[Endpoint], table: Table, timeout: float, deadline: float) -> list[Group]:
-    """Connect ranks of this process, where all others are as well; the group of each."""
+    """Connect ranks that are all in this process and return one group per rank."""
     channel = collective_channel(WORLD)
     generations = establish(endpoints, world_channel=channel, deadline=deadline, table=table, begun=process_hooks.track)
-    return [_world(generation, timeout) for generation in generations]
+    return [_world_group(generation, timeout) for generation in generations]
 
 
-def _world(generation: Generation, timeout: float) -> Group:
+def _world_group(generation: Generation, timeout: float) -> Group:
     return Group(generation, range(generation.identity.size), WORLD, timeout, generation.world_links)

@@ -1,4 +1,4 @@
-"""A process's place in a job, for its life: it performs what `SessionProtocol` asks for, with sockets."""
+"""Keep this process in its job from one generation to the next: `MemberSession` runs `SessionProtocol` over sockets."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire")
 
-HOST = "GRADWIRE_HOST"  # overrides the identity of this machine: several "hosts" on one, for tests
-LEAVE_SECONDS = 1.0  # for the coordinator to hear that a member has left
-TELL_SECONDS = 5.0  # between two lines about what a member waits for
+HOST = "GRADWIRE_HOST"  # overrides the identity of this machine, so that tests can have several "hosts" on one machine
+LEAVE_SECONDS = 1.0  # limit for telling the coordinator that this member leaves
+LOG_SECONDS = 5.0  # between two log lines about the same reason for waiting
 
 Agree = Callable[[str | None, float], str]
-"""The address at which the ranks meet, from the one that offers it, within so many seconds."""
+"""Called with the address that this rank offers (or None) and a timeout; returns the address where all ranks meet."""
 Connect = Callable[[Endpoint, JobConfig, float], Group]
-"""Connects this rank with the others before a deadline, and returns the group of all."""
+"""Connects this rank to the others before a deadline, and returns the group of all ranks."""
 
 
 class MemberSession:
-    """What stays the same from one generation to the next: the member's id, the coordinator, the secret."""
+    """This process as a member of its job: its id, its coordinator and its secret stay the same in all generations."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class MemberSession:
         agree: Agree | None = None,
         initialised_at: tuple[CodeType, int] | None = None,
     ) -> None:
-        """`agree` is how ranks tell each other where to meet, where the address in the configuration is taken.
+        """`agree` lets the ranks agree on an address if a launcher listens at the configured one.
 
         `initialised_at` is the user's call of `gw.init`; None if the session was not made by `gw.init`.
         """
@@ -78,60 +78,64 @@ class MemberSession:
         self._initialised_at = initialised_at
         self._address = config.address
         self._agree = agree or self._agree_under_torchrun
-        if config.address_taken:  # by torchrun's store, through which the ranks agree on another port
-            here = agree is None and torchrun.on_one_host(os.environ)
-            self._address = Address("127.0.0.1" if here else config.address.host, 0)
+        if config.address_taken:  # torchrun's store listens there; through it the ranks agree on another port
+            on_one_host = agree is None and torchrun.on_one_host(os.environ)
+            self._address = Address("127.0.0.1" if on_one_host else config.address.host, 0)
         self._credentials = Credentials.from_environ(os.environ)
         self._secret = self._secret_for(self._address)
         self._id = config.member or _new_id(self._credentials)
         self._job = config.job or (self._credentials.job if self._credentials else None)
-        self._seal: WorkerSeal | None = None  # for all registrations, from the first one on
-        self._succession = threading.Lock()
+        self._seal: WorkerSeal | None = None  # created at the first registration and used for all of them
+        self._next_lock = threading.Lock()
         self._protocol = SessionProtocol(config.elastic)
         self._news = _news_pipe() if config.elastic else None
         self._lease: Lease | None = None
 
     def _secret_for(self, address: Address) -> bytes | tokens.Token:
-        """What to prove at an address, if it is one that this process may go to."""
+        """Return the secret to prove at an address. Raise `ConfigError` if this process may not connect to it."""
         loopback = address.is_loopback()
         if not loopback and not self.config.insecure and self._credentials is None:
             raise ConfigError(
-                f"{address} is beyond this machine, and links are not encrypted: make certificates with "
+                f"{address} is not on this machine, and links are not encrypted: make certificates with "
                 "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
-                "insecure=True (GRADWIRE_INSECURE=1) if you trust the network in between"
+                "insecure=True (GRADWIRE_INSECURE=1) if you trust the network"
             )
         return tokens.secret_or_token(os.environ, loopback)
 
-    def take(self, deadline: float) -> Group:
-        """The group of the next generation. In an elastic job members that are lost meanwhile are done without."""
+    def join_next(self, deadline: float) -> Group:
+        """Join the next generation and return its group. An elastic job continues without members lost meanwhile."""
         joining = _Joining(self, deadline)
         drive(self._protocol.next_generation(), joining.perform)
         assert joining.group is not None
-        return process_hooks.keep(joining.group, self._initialised_at)
+        return process_hooks.set_current(joining.group, self._initialised_at)
 
     def next(self, generation: Generation, timeout: float) -> Group:
-        """Leave a generation, broken or not, and take part in the next; who asks late gets the present one."""
-        with self._succession:
-            present = process_hooks.current()
-            if generation.identity.number < self._protocol.generation and present is not None:
-                return present
+        """Leave a generation, broken or not, join the next one and return its group.
+
+        If another thread has already joined a later generation, return the current group.
+        """
+        with self._next_lock:
+            current = process_hooks.current()
+            if generation.identity.number < self._protocol.generation and current is not None:
+                return current
             deadline = time.monotonic() + timeout
             broken = not generation.control.intact
             leave = self._leave(generation)
             del generation
-            if not broken:  # then this can be done while the next one comes together
+            if not broken:  # an intact generation can close while the next one forms
                 leaving = threading.Thread(target=_logged(leave), name="gradwire-leave", daemon=True)
                 leaving.start()
                 try:
-                    return self.take(deadline)
+                    return self.join_next(deadline)
                 finally:
                     leaving.join()
             leave()
-            gc.collect()  # the error and the frames that raised it refer to each other, and to arrays in shared memory
-            return self.take(deadline)
+            # The error and the frames that raised it form a reference cycle, which keeps arrays in shared memory alive.
+            gc.collect()
+            return self.join_next(deadline)
 
     def _leave(self, generation: Generation) -> Callable[[], None]:
-        """Remember for the coordinator whom this process could not reach; what this returns ends the generation."""
+        """Record which members this process could not reach, and return a function that closes the generation."""
         membership, stood_still = generation.membership, generation.lifeline.standstill.lately(time.monotonic())
         stranger = membership is not None and membership.lacks_state
         self._protocol.leave(generation.failure.unreachable(), stranger=stranger, stood_still=stood_still)
@@ -139,12 +143,12 @@ class MemberSession:
             membership.go_on()
         return generation.close
 
-    # -- what the protocol asks for -----------------------------------------------------------------------------------
+    # -- requests of the protocol -------------------------------------------------------------------------------------
 
     def register(self, past: Past, transport: TcpTransport, deadline: float) -> Assembly | Failure:
-        """The next generation, from the coordinator."""
+        """Register at the coordinator and return the next generation."""
         try:
-            return self._ask(past, transport, deadline)
+            return self._register(past, transport, deadline)
         except BaseException as error:
             transport.close()
             if isinstance(error, GradwireError):
@@ -152,7 +156,7 @@ class MemberSession:
             raise
 
     def set_up(self, request: SetUp, transport: TcpTransport, deadline: float) -> Group | Failure:
-        """The group of a generation, when its members are connected."""
+        """Connect the members of a generation and return its group."""
         try:
             endpoint = self._assemble(request.assembly, transport, request.joined)
         except GradwireError as error:
@@ -172,11 +176,11 @@ class MemberSession:
         return TcpTransport(_own_address(self._address), self._credentials)
 
     def _elastic_membership(self, joined: bool) -> ElasticMembership:
-        """How this member gets to the generation after the one that it has registered for."""
+        """Return the functions by which a generation joins its successor, leaves the job and reads the news."""
         if self._news is not None:
-            news, cuts = self._own_news(self._news.latest), self._news.cuts
-            return ElasticMembership(self.next, self.give_up, joined=joined, news=news, cuts=cuts)
-        if self._lease is None:  # nobody speaks for this worker
+            news, cuts = self._news_of_this_run(self._news.latest), self._news.cuts
+            return ElasticMembership(self.next, self.leave_job, joined=joined, news=news, cuts=cuts)
+        if self._lease is None:  # no launcher sends heartbeats for this worker
             from gradwire.membership.client.worker_lease import Lease
 
             self._lease = Lease(
@@ -185,21 +189,21 @@ class MemberSession:
             self._lease.start()
         lease = self._lease
         lease.enter(self._protocol.run)
-        news = self._own_news(lambda: lease.news)
-        return ElasticMembership(self.next, self.give_up, joined=joined, news=news)
+        news = self._news_of_this_run(lambda: lease.news)
+        return ElasticMembership(self.next, self.leave_job, joined=joined, news=news)
 
-    def _own_news(self, latest: Callable[[], News | None]) -> Callable[[], News | None]:
-        """The latest news, unless it is of another run."""
+    def _news_of_this_run(self, latest: Callable[[], News | None]) -> Callable[[], News | None]:
+        """Return a function that returns the latest news, or None if the news is about another run."""
 
-        def own() -> News | None:
+        def filtered() -> News | None:
             news = latest()
             return news if self._protocol.concerns(news) else None
 
-        return own
+        return filtered
 
-    # -- finding the others -------------------------------------------------------------------------------------------
+    # -- the coordinator ----------------------------------------------------------------------------------------------
 
-    def _ask(self, past: Past, transport: TcpTransport, deadline: float) -> Assembly:
+    def _register(self, past: Past, transport: TcpTransport, deadline: float) -> Assembly:
         from gradwire.membership.client import requests
         from gradwire.membership.sealing import WorkerSeal
 
@@ -210,12 +214,12 @@ class MemberSession:
             if config.address_taken:
                 agreed = self._agree(coordinator.address if coordinator else None, left)
                 self._address = Address.parse(agreed, "the address that the ranks agreed on")
-                self._secret_for(self._address)  # checks it too: the ranks' store proves nothing
+                self._secret_for(self._address)  # raises if the address is not allowed: torchrun's store is not trusted
             first = past.generation == 0
-            self._place = self._member(transport, config.rank if first else None)
+            self._member = self._new_member(transport, config.rank if first else None)
             return requests.register(
                 str(self._address),
-                self._place,
+                self._member,
                 size=config.size if first else None,
                 secret=self._secret,
                 job=self._job,
@@ -227,8 +231,8 @@ class MemberSession:
                 seal=self._seal,
             )
 
-    def give_up(self, finished: bool) -> None:
-        """Tell the coordinator that this member has left for good, and whether all work is done."""
+    def leave_job(self, finished: bool) -> None:
+        """Report to the coordinator that this member leaves the job, and whether all work is done."""
         from gradwire.membership.client import requests
 
         if self._lease is not None:
@@ -236,7 +240,7 @@ class MemberSession:
         with contextlib.suppress(GradwireError):
             requests.unregister(
                 str(self._address),
-                self._place,
+                self._member,
                 secret=self._secret,
                 finished=finished,
                 run=self._protocol.run,
@@ -249,7 +253,7 @@ class MemberSession:
         return torchrun.agree(self.config.address.host, self.config.address.port, offered, timeout, os.environ)
 
     def _coordinator(self) -> contextlib.AbstractContextManager[Coordinator | None]:
-        """Rank 0 of a job that nobody else serves is its own coordinator, until all have come."""
+        """Return the coordinator that rank 0 runs until all ranks have joined, if the job has no separate one."""
         config = self.config
         if config.role != "coordinator":
             return contextlib.nullcontext()
@@ -257,7 +261,9 @@ class MemberSession:
 
         assert config.size is not None
         if not isinstance(self._secret, bytes):
-            raise ConfigError("a join token is for joining: who serves the rendezvous needs the job's secret itself")
+            raise ConfigError(
+                "rank 0 serves the rendezvous and needs the job's secret, but GRADWIRE_TOKEN holds a join token"
+            )
         host, port = self._address.host, self._address.port
         return Coordinator(
             host,
@@ -270,15 +276,18 @@ class MemberSession:
         )
 
     def _closed_listeners(self) -> list[ClosedListener]:
-        """Who comes to the coordinator's address after all have come is told so, as long as rank 0 lives."""
+        """Return a listener that refuses late processes at the coordinator's address, with the reason.
+
+        It replaces rank 0's coordinator, which stops when all ranks have joined.
+        """
         if self.config.role != "coordinator":
             return []
-        reason = f"all {self.config.size} ranks of the job there have come"
-        with contextlib.suppress(OSError):  # somebody was quicker to take the port: then they answer there
+        reason = f"all {self.config.size} ranks of the job there have joined"
+        with contextlib.suppress(OSError):  # another process already listens at this port
             return [ClosedListener(endpoints(self._address.host, self._address.port)[0], reason)]
         return []
 
-    def _member(self, transport: TcpTransport, rank: int | None) -> Member:
+    def _new_member(self, transport: TcpTransport, rank: int | None) -> Member:
         host, port = transport.address
         return Member(
             id=self._id,
@@ -290,20 +299,20 @@ class MemberSession:
             started=machine.process_started(),
         )
 
-    # -- becoming a generation ----------------------------------------------------------------------------------------
+    # -- the endpoint of a generation ---------------------------------------------------------------------------------
 
     def _assemble(self, assembly: Assembly, transport: TcpTransport, joined: bool) -> Endpoint:
         members = assembly.members
         topology = Topology.of([member.host for member in members])
-        places = [_place_of(rank, member) for rank, member in enumerate(members)]
-        neighbours = sum(member.host == members[assembly.rank].host for member in members)
+        addresses = [_address_of(rank, member) for rank, member in enumerate(members)]
+        local_size = sum(member.host == members[assembly.rank].host for member in members)
         transport.assemble(
             rank=assembly.rank,
-            addresses=[(place.host, place.port) for place in places],
+            addresses=[(address.host, address.port) for address in addresses],
             job=assembly.run,
             generation=assembly.generation,
             key=self._link_key(assembly),
-            cores=machine.usable_cores() / neighbours,
+            cores=machine.usable_cores() / local_size,
             members=[member.id for member in members],
         )
         names = tuple(str(member) for member in members)
@@ -315,12 +324,12 @@ class MemberSession:
     def _link_key(self, assembly: Assembly) -> bytes:
         if isinstance(self._secret, bytes):
             return derive(self._secret, "links", assembly.run)
-        assert assembly.link_key is not None  # told to whoever came with a join token
+        assert assembly.link_key is not None  # the coordinator sends it to members that hold a join token
         return assembly.link_key
 
 
 class _Joining:
-    """One way into the next generation: performs what the protocol asks for, until `group` is there."""
+    """One attempt to join the next generation: performs the protocol's requests and holds the resulting `group`."""
 
     def __init__(self, session: MemberSession, deadline: float) -> None:
         self._session, self._deadline = session, deadline
@@ -341,11 +350,11 @@ class _Joining:
             case Repeat(generation, error):
                 if time.monotonic() >= self._deadline:
                     raise error
-                log.warning("generation %d did not come about: %s", generation, error)
+                log.warning("generation %d could not be set up, trying again: %s", generation, error)
         return None
 
 
-def _place_of(rank: int, member: Member) -> Address:
+def _address_of(rank: int, member: Member) -> Address:
     try:
         return Address.parse(member.address, f"the address of {member}")
     except ConfigError as error:
@@ -357,41 +366,41 @@ def _logged(act: Callable[[], None]) -> Callable[[], None]:
         try:
             act()
         except Exception:
-            log.exception("the generation that was left could not be closed")
+            log.exception("the previous generation could not be closed")
 
     return run
 
 
 class _WaitReporter:
-    """Tells in the log what a member waits for, when that is new or has lasted."""
+    """Logs why a member waits: when the reason changes, and otherwise every `LOG_SECONDS`."""
 
     def __init__(self) -> None:
-        self._told: tuple[str, float] = ("", 0.0)
+        self._last_logged: tuple[str, float] = ("", 0.0)
 
     def __call__(self, reason: str) -> None:
-        now, kind = time.monotonic(), re.sub(r"\d+", "", reason)  # a count-down is nothing new
-        if kind != self._told[0] or now - self._told[1] >= TELL_SECONDS:
-            self._told = (kind, now)
+        now, kind = time.monotonic(), re.sub(r"\d+", "", reason)  # reasons that differ in numbers only count as equal
+        if kind != self._last_logged[0] or now - self._last_logged[1] >= LOG_SECONDS:
+            self._last_logged = (kind, now)
             log.info("waiting: %s", reason)
 
 
 @functools.cache
 def _news_pipe() -> NewsReader | None:
-    """The pipe of this process's launcher, which it reads for its whole life."""
+    """Return the reader of the launcher's pipe, or None. There is one reader per process."""
     return NewsReader.from_environ()
 
 
 def _new_id(credentials: Credentials | None) -> str:
-    """An id for the life of this process, one that its certificate covers."""
-    mine = secrets.token_hex(8)
-    return f"{credentials.member}/{mine}" if credentials else mine
+    """Return a new member id. It begins with the certificate's member name, if there is a certificate."""
+    unique = secrets.token_hex(8)
+    return f"{credentials.member}/{unique}" if credentials else unique
 
 
 def _own_address(coordinator: Address) -> str:
-    """The address of this machine by which the coordinator's network reaches it."""
+    """Return the local IP address that this machine uses to reach the coordinator."""
     for host in coordinator.resolve():
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, coordinator.port or 9))  # sends nothing: it only asks for the route
+            probe.connect((host, coordinator.port or 9))  # connecting a UDP socket sends nothing: it selects the route
             return str(probe.getsockname()[0])
-    raise ConfigError(f"there is no way from this machine to {coordinator}")
+    raise ConfigError(f"this machine has no network route to {coordinator}")

@@ -1,4 +1,4 @@
-"""What happens at the end of this process and after a fork; and the group of this process's job."""
+"""Close groups when this process exits, drop them in a forked child, and remember the group that `init` returned."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 from types import CodeType
 
+from gradwire import tracebacks
 from gradwire.errors import ConfigError
 from gradwire.generation.lifetime import Lifetime
 from gradwire.group import Group
@@ -16,14 +17,14 @@ from gradwire.group.internals import GroupInternals
 from gradwire.liveness.call_log import place
 
 _live: set[Lifetime] = set()
-_hooked = threading.Lock()
+_hooks_lock = threading.Lock()
 _hooks_set = False
 _current: Group | None = None  # of this process's job
 _initialised_at: tuple[CodeType, int] | None = None  # the call of `gw.init` that led to that group
 
 
-def keep(group: Group, initialised_at: tuple[CodeType, int] | None = None) -> Group:
-    """Make this the current group of this process, in place of an earlier one, and return it."""
+def set_current(group: Group, initialised_at: tuple[CodeType, int] | None = None) -> Group:
+    """Remember the group of this process's job, replace that of an earlier generation, and return it."""
     global _current, _initialised_at
     _current, _initialised_at = group, initialised_at
     return group
@@ -39,24 +40,25 @@ def check_not_initialised() -> None:
 
 
 def current() -> Group | None:
-    """The group that this process is in by `init`, if it is still open."""
+    """Return the group of this process's job, or None if `init` was not called or the group is closed."""
     return None if _current is None or GroupInternals(_current).is_closed else _current
 
 
 def track(lifetime: Lifetime) -> None:
-    """Close a generation at the end of this process, and abandon it in a forked child."""
+    """Arrange that a generation is closed when this process exits, and abandoned in a forked child."""
     global _hooks_set
-    with _hooked:
+    with _hooks_lock:
         if not _hooks_set:
             _hooks_set = True
-            atexit.register(_say_goodbye)
+            atexit.register(_close_at_exit)
+            tracebacks.install()
             os.register_at_fork(after_in_child=_abandon)
     _live.add(lifetime)
     lifetime.on_close(_live.discard)
 
 
-def _say_goodbye() -> None:
-    """A process that ends has closed its groups; one that ends with an exception has given up, and says why."""
+def _close_at_exit() -> None:
+    """Close all groups; if an uncaught exception ends this process, report it to the other ranks as the reason."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     for lifetime in list(_live):
         with contextlib.suppress(Exception):
@@ -67,7 +69,8 @@ def _say_goodbye() -> None:
 
 
 def _abandon() -> None:
-    """A forked child must not keep its parent's connections open: peers would take a dead rank for a living one."""
+    """Drop the parent's connections in a forked child: if the child kept them open, peers would not notice the
+    parent's death."""
     for lifetime in list(_live):
         lifetime.abandon()
     _live.clear()

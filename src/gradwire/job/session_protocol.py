@@ -1,8 +1,8 @@
-"""How a member goes from one generation to the next: what it tells the coordinator, and what a failed set-up means.
+"""Decide how a member enters the next generation: what it reports to the coordinator, and what a failed set-up means.
 
-Pure: `next_generation` yields what is to be done (`Register`, `SetUp`, `Repeat`) and receives what came of it, without
-I/O and without a clock. `MemberSession` performs the requests with sockets,
-`ThreadJob` between threads, the simulator in virtual time.
+The module has no I/O and no clock. `next_generation` is a generator: it yields requests (`Register`, `SetUp`, `Repeat`)
+and receives their results. `MemberSession` performs the requests with sockets, `ThreadJob` performs them between
+threads, and the simulator performs them in virtual time.
 """
 
 from __future__ import annotations
@@ -13,41 +13,42 @@ from dataclasses import dataclass
 from gradwire.errors import Broken, ConfigError, GradwireError, NoConnection, Refused, Timeout, UnsupportedOp
 from gradwire.membership.types import Assembly, News
 
-SET_UP_SECONDS = 10.0  # in which the members of an elastic job's generation must have found each other
+SET_UP_SECONDS = 10.0  # limit for connecting all members of an elastic job's generation
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a member tells the coordinator with its claim: the last generation that it was in, 0 if none, the run of
-    that one, members of it that could not be reached, and what else the choice of the next members depends on."""
+    """What a member reports about itself when it registers. The coordinator chooses the next members by it."""
 
-    generation: int = 0
-    run: bytes = b""
-    lost: tuple[str, ...] = ()
-    stranger: bool = False  # it joined that generation, and has not got the state of the training
-    stood_still: bool = False  # it was stopped for a moment lately
+    generation: int = 0  # the last generation that the member was in, 0 if none
+    run: bytes = b""  # the run of that generation
+    lost: tuple[str, ...] = ()  # ids of members of that generation that it could not reach
+    stranger: bool = False  # it joined that generation and has not received the training state
+    stood_still: bool = False  # its process was recently stopped for a moment
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Ask the coordinator for the next generation, until it has one. The answer is the `Assembly`, or a `Failure`."""
+    """Register at the coordinator and wait for the next generation. The result is its `Assembly`, or a `Failure`."""
 
     past: Past
 
 
 @dataclass(frozen=True, slots=True)
 class SetUp:
-    """Connect with the other members, within some seconds if the job is elastic: a frozen member must not hold up the
-    others. The answer is None, or a `Failure`."""
+    """Connect to the other members. The result is None, or a `Failure`.
+
+    In an elastic job `within` limits the seconds, so that a frozen member cannot block the others.
+    """
 
     assembly: Assembly
-    joined: bool  # this member was not in the generation before
+    joined: bool  # this member was not in the previous generation
     within: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What could not be done, and the ranks that this member itself found to be lost meanwhile."""
+    """The error of a request, and the ranks that this member itself found to be lost during it."""
 
     error: GradwireError
     unreachable: frozenset[int] = frozenset()
@@ -55,7 +56,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A generation did not come about because of another member: begin again, or raise the error if it is too late."""
+    """Try again after another member made the set-up fail, or raise the error if the deadline has passed."""
 
     generation: int
     error: GradwireError
@@ -65,24 +66,24 @@ Request = Register | SetUp | Repeat
 
 
 class SessionProtocol:
-    """What a member remembers from one generation to the next."""
+    """The state that a member keeps from one generation to the next, and the protocol that changes it."""
 
     def __init__(self, elastic: bool, past: Past = Past()) -> None:  # noqa: B008
         self.elastic = elastic
-        self.generation = past.generation  # the last one that this member was in
-        self.run = past.run  # of that one
-        self.rank = -1  # in that one
-        self.member_ids: tuple[str, ...] = ()  # of that one, by rank
+        self.generation = past.generation  # the last generation that this member was in
+        self.run = past.run  # the run of that generation
+        self.rank = -1  # this member's rank in it
+        self.member_ids: tuple[str, ...] = ()  # the ids of its members, by rank
         self.stranger = past.stranger
         self._lost = past.lost
         self._stood_still = past.stood_still
 
     def past(self) -> Past:
-        """What the coordinator is told."""
+        """Return what this member reports to the coordinator when it registers."""
         return Past(self.generation, self.run, self._lost, self.stranger, self._stood_still)
 
     def next_generation(self) -> Generator[Request, Assembly | Failure | None, None]:
-        """Take part in the next generation. In an elastic job members that are lost meanwhile are done without."""
+        """Enter the next generation. In an elastic job, a set-up that fails because of another member is repeated."""
         while True:
             answer = yield Register(self.past())
             if isinstance(answer, Assembly):
@@ -91,7 +92,7 @@ class SessionProtocol:
                 if answer is None:
                     return
                 assert isinstance(answer, Failure)
-                self._lost = self._ids(_out_of_reach(answer))
+                self._lost = self._ids(_unreachable(answer))
                 self._stood_still = False
             assert isinstance(answer, Failure)
             if not self.elastic or not self._is_others_fault(answer.error):
@@ -105,39 +106,42 @@ class SessionProtocol:
         self._lost = ()
 
     def _is_others_fault(self, error: GradwireError) -> bool:
-        """Whether the job can go on without the member that is to blame. What is wrong with one member's entry is
-        blamed on that member: the others regroup without it, and it raises the error itself."""
+        """Return whether another member caused the error, so that the job can continue without that member.
+
+        A bad entry (`ConfigError`, `UnsupportedOp`) is the fault of the member that registered it. That member raises
+        the error, and the others form a generation without it.
+        """
         if isinstance(error, ConfigError | UnsupportedOp):
             return error.peer not in (None, self.rank)
         return isinstance(error, Broken | NoConnection) and not isinstance(error, Refused)
 
     def leave(self, unreachable: Iterable[int], *, stranger: bool, stood_still: bool) -> None:
-        """The present generation ends, for the next one. `unreachable` are the ranks that this member itself found to
-        be lost. It is a stranger as long as it has not got the state of the training."""
+        """Record what to report after leaving the current generation: the ranks that this member itself found to be
+        lost, whether it still lacks the training state, and whether its process was recently stopped."""
         self._lost = self._ids(unreachable)
         self.stranger = stranger
         self._stood_still = stood_still
 
     def concerns(self, news: News | None) -> bool:
-        """Whether news is of this member's run: whatever happens in another one does not concern it."""
+        """Return whether news from the coordinator is about this member's run."""
         return news is not None and news.run in (b"", self.run)
 
     def _ids(self, ranks: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.member_ids[rank] for rank in sorted(ranks))
 
 
-def _out_of_reach(failure: Failure) -> frozenset[int]:
-    """The ranks that could not be reached while the generation came together.
+def _unreachable(failure: Failure) -> frozenset[int]:
+    """Return the ranks to report as lost after a failed set-up: those found lost, a silent one, one with a bad entry.
 
-    A rank that refuses connections is dead, or has left for the next generation: others know. Silence is a complaint,
-    and so is an entry that cannot be worked with.
+    A rank that refuses connections is not reported. Its process has ended or has left for the next generation, and the
+    coordinator learns that from others.
     """
     error = failure.error
-    silent = None
+    blamed = None
     if isinstance(error, NoConnection) and not isinstance(error.__cause__, ConnectionRefusedError):
-        silent = error.peer
+        blamed = error.peer
     elif isinstance(error, Timeout):
-        silent = error.culprit
+        blamed = error.culprit
     elif isinstance(error, ConfigError | UnsupportedOp):
-        silent = error.peer
-    return failure.unreachable if silent is None else failure.unreachable | {silent}
+        blamed = error.peer
+    return failure.unreachable if blamed is None else failure.unreachable | {blamed}

@@ -1,4 +1,4 @@
-"""A job whose members are threads of this process: one generation after another, without a coordinator to ask."""
+"""Run a job whose members are threads of this process, through all its generations and without a coordinator."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from gradwire.membership.types import Assembly, Claim, Member, News, Refusal
 from gradwire.topology import Topology
 from gradwire.transports.local import Hub, LocalTransport
 
-LOOK_SECONDS = 0.05  # between two looks at who is left
-MOST = 1024
+POLL_SECONDS = 0.05  # between two checks whether the next generation has formed
+MAX_MEMBERS = 1024
 
 Connect = Callable[[Sequence[Endpoint], Table, float, float], list[Group]]
-"""Connects ranks, with the tuning table, the timeout of their groups, and a deadline."""
+"""Connects ranks. The arguments are the endpoints, the tuning table, the timeout of the groups, and a deadline."""
 
 
 class ThreadJob:
-    """What the members share: the real state machine of memberships, and a hub for each generation."""
+    """What the members share: the coordinator's state machine, and a hub of links for each generation."""
 
     def __init__(
         self, timeout: float, connect: Connect, on_call: Callable[[str, LocalTransport], None] | None = None
     ) -> None:
-        """`on_call` gets a member's id and transport at the beginning of each call that the member makes."""
+        """`on_call` is called with the member's id and transport at the start of each call that a member makes."""
         self._timeout = timeout
         self._connect = connect
         self._on_call = on_call
@@ -49,15 +49,15 @@ class ThreadJob:
         self._hubs: dict[int, Hub] = {}
         self._table = tuning_table.load(os.environ)
         self._sequence = itertools.count(1)
-        self._sessions: dict[str, SessionProtocol] = {}  # of each member
-        self._present: dict[str, Group] = {}  # of each member, where it has moved on
+        self._sessions: dict[str, SessionProtocol] = {}  # by member
+        self._current: dict[str, Group] = {}  # by member, for members that have left the first generation
 
     def begin(self, n: int) -> list[Group]:
-        """The groups of the first generation."""
+        """Form the first generation of n members and return their groups."""
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise InvalidSize(f"a group of {n!r} ranks: there must be at least 1")
+            raise InvalidSize(f"a group needs at least 1 rank, not {n!r}")
         self._membership = Membership(
-            "threads", self._run, start=n, minimum=1, maximum=MOST, lease=math.inf, settle=0.01
+            "threads", self._run, start=n, minimum=1, maximum=MAX_MEMBERS, lease=math.inf, settle=0.01
         )
         members = [_member(secrets.token_hex(4), rank) for rank in range(n)]
         claims = [Claim(member, n, None, _session(member), next(self._sequence)) for member in members]
@@ -65,7 +65,7 @@ class ThreadJob:
             self._membership.register(claim, time.monotonic())
         entering = [self._session_of(member.id).next_generation() for member in members]
         endpoints = []
-        for claim, protocol in zip(claims, entering, strict=True):  # all at once: one thread connects all ranks
+        for claim, protocol in zip(claims, entering, strict=True):  # collect all endpoints, then connect them together
             next(protocol)
             assembly = self._membership.outcome(claim, time.monotonic())
             assert isinstance(assembly, Assembly)
@@ -78,36 +78,36 @@ class ThreadJob:
         return groups
 
     def join(self) -> Group:
-        """A member more, as soon as the others let it in."""
-        return self._take(secrets.token_hex(4), self._timeout)
+        """Add a member. Blocks until a generation with it forms, and returns its group."""
+        return self._join_next(secrets.token_hex(4), self._timeout)
 
     def _session_of(self, member: str) -> SessionProtocol:
         return self._sessions.setdefault(member, SessionProtocol(elastic=True))
 
     def _next(self, generation: Generation, timeout: float) -> Group:
         member = generation.member_ids[generation.identity.rank]
-        present = self._present.get(member)
+        current = self._current.get(member)
         if (
-            present is not None
-            and present.generation > generation.identity.number
-            and not GroupInternals(present).is_closed
+            current is not None
+            and current.generation > generation.identity.number
+            and not GroupInternals(current).is_closed
         ):
-            return present  # a call that comes late gets the present one
+            return current  # the member has already joined a later generation
         membership = generation.membership
         assert membership is not None
         unreachable = generation.failure.unreachable()
         self._session_of(member).leave(unreachable, stranger=membership.lacks_state, stood_still=False)
         membership.go_on()
         generation.close()
-        return self._take(member, timeout)
+        return self._join_next(member, timeout)
 
-    def _take(self, member: str, timeout: float) -> Group:
+    def _join_next(self, member: str, timeout: float) -> Group:
         deadline, made = time.monotonic() + timeout, list[Group]()
 
         def perform(request: Request) -> Assembly | Failure | None:
             match request:
                 case Register(past):
-                    return self._registered(_member(member, None), past, deadline)
+                    return self._register(_member(member, None), past, deadline)
                 case SetUp():
                     return self._set_up(request, deadline, made)
                 case Repeat(_, error):
@@ -120,7 +120,7 @@ class ThreadJob:
         except BaseException:
             self.leave(member)
             raise
-        self._present[member] = made[0]
+        self._current[member] = made[0]
         return made[0]
 
     def _set_up(self, request: SetUp, deadline: float, made: list[Group]) -> Failure | None:
@@ -133,7 +133,7 @@ class ThreadJob:
             return Failure(error, endpoint.membership.unreachable)
         return None
 
-    def _registered(self, member: Member, past: Past, deadline: float) -> Assembly | Failure:
+    def _register(self, member: Member, past: Past, deadline: float) -> Assembly | Failure:
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -146,8 +146,8 @@ class ThreadJob:
                 if isinstance(outcome, Refusal):
                     return Failure(Refused(outcome.reason, operation="recover"))
                 if now >= deadline:
-                    return Failure(Timeout(f"no next generation came about: {outcome.reason}", operation="recover"))
-                self._changed.wait(LOOK_SECONDS)
+                    return Failure(Timeout(f"no next generation formed in time: {outcome.reason}", operation="recover"))
+                self._changed.wait(POLL_SECONDS)
 
     def _endpoint(self, request: SetUp) -> Endpoint:
         assembly = request.assembly
@@ -166,20 +166,20 @@ class ThreadJob:
             return Hub(len(ids))
         return Hub(len(ids), lambda transport: on_call(ids[transport.rank], transport))
 
-    def present(self, member: str) -> Group | None:
-        """The group of a member's latest generation, if that is not the first one."""
-        return self._present.get(member)
+    def current_group(self, member: str) -> Group | None:
+        """Return the group of a member's current generation, or None if that is still the first one."""
+        return self._current.get(member)
 
     def leave(self, member: str, finished: bool = False) -> None:
-        """A member has closed its group for good."""
-        self._present.pop(member, None)
+        """Remove a member that has closed its group and does not join the next generation."""
+        self._current.pop(member, None)
         self._sessions.pop(member, None)
         with self._changed:
             self._membership.gone([member], time.monotonic())
             self._changed.notify_all()
 
     def news(self) -> News:
-        """What a coordinator would report: how many members there are, and how many wait to join."""
+        """Return what a coordinator would report: how many members there are, and how many wait to join."""
         with self._changed:
             return self._membership.heartbeat((), time.monotonic())
 

@@ -1,4 +1,4 @@
-"""Where the members of an elastic job meet: at a coordinator that this launcher starts, or at one elsewhere."""
+"""Provides the rendezvous of an elastic job: a coordinator that this launcher starts, or one that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -26,39 +26,41 @@ from gradwire.security.secret import TOKEN
 from gradwire.security.tokens import Token
 
 HERE = "127.0.0.1"
-PORT_SECONDS = 5.0  # for a port that --listen names to become free
+PORT_SECONDS = 5.0  # to wait until the port of --listen is free
 
 
 def hosted(size: int, minimum: int, maximum: int, listen: str | None, journal: Path, script: str) -> ElasticSetup:
-    """The setup of a job of our own, with a coordinator that listens here."""
+    """Return the setup of a new job, with a coordinator that listens here."""
     environ = os.environ
-    address = _listening(listen)
-    # No warnings while the coordinator starts or restarts: its `CoordinatorProcess` reports what happens.
+    address = _listen_address(listen)
+    # No warnings while the coordinator starts or restarts: `CoordinatorProcess` reports what happens.
     logging.getLogger("gradwire.membership").setLevel(logging.ERROR)
     credentials = Credentials.from_environ(environ)
     secret = tokens.whole_secret(environ, address.is_loopback())
     job = environ.get(config.JOB) or (credentials.job if credentials is not None else uuid.uuid4().hex)
-    meeting = _meeting(address, secret, environ.get(TOKEN), job, size, credentials)
+    rendezvous = _rendezvous(address, secret, environ.get(TOKEN), job, size, credentials)
     limits = ("--size", str(size), "--min", str(minimum), "--max", str(maximum))
-    # The job's launcher ends with this machine, so nobody needs to wait for the disk.
+    # A crash of this machine ends the launcher too, so the journal need not be flushed to disk.
     where = ("--listen", str(address), "--journal", str(journal), "--no-fsync")
     task = Task.module("gradwire", "coordinator", *where, *limits)
-    coordinator_process = CoordinatorProcess(task, worker_setup.of_coordinator(environ, job=job, token=meeting.token))
-    welcome = f"{size} workers, of {minimum} to {maximum}; others can come: gradwire join {address} {script} …"
-    return ElasticSetup(size, meeting, coordinator_process, welcome=welcome)
+    coordinator_process = CoordinatorProcess(
+        task, worker_setup.of_coordinator(environ, job=job, token=rendezvous.token)
+    )
+    welcome = f"{size} workers, {minimum} to {maximum} allowed; to add workers: gradwire join {address} {script} …"
+    return ElasticSetup(size, rendezvous, coordinator_process, welcome=welcome)
 
 
 def elsewhere(count: int, address: str, token_file: Path | None) -> ElasticSetup:
-    """The setup of workers for a job whose coordinator others run."""
+    """Return the setup of workers for a job whose coordinator runs elsewhere."""
     environ = os.environ
     place = Address.parse(address)
     credentials = Credentials.from_environ(environ)
     given = _with_token(environ, token_file)
     secret = tokens.secret_or_token(given, place.is_loopback())
-    return ElasticSetup(count, _meeting(place, secret, given.get(TOKEN), environ.get(config.JOB), None, credentials))
+    return ElasticSetup(count, _rendezvous(place, secret, given.get(TOKEN), environ.get(config.JOB), None, credentials))
 
 
-def _meeting(
+def _rendezvous(
     address: Address,
     secret: bytes | Token,
     token: str | None,
@@ -66,7 +68,7 @@ def _meeting(
     size: int | None,
     credentials: Credentials | None,
 ) -> ElasticRendezvous:
-    """`token` is what the workers are given; None: as this process did, they read the secret in this user's file."""
+    """Return the rendezvous; the workers get `token`, or read this user's secret file if it is None."""
 
     def heartbeats(on_news: Callable[[News], None]) -> Heartbeats:
         from gradwire.membership.client.launcher_heartbeats import Heartbeats as Stream
@@ -77,13 +79,13 @@ def _meeting(
 
 
 def _name(credentials: Credentials | None) -> str:
-    """Unlike that of any other launcher; under TLS it begins with the name that our certificate is for."""
+    """Return a name that no other launcher has; under TLS it begins with the certificate's name."""
     own = secrets.token_hex(2)
     return f"{credentials.member}/{own}" if credentials is not None else f"{socket.gethostname()}-{own}"
 
 
-def _listening(listen: str | None) -> Address:
-    """A port is chosen here and not by the system, so that it is the same after a restart of the coordinator."""
+def _listen_address(listen: str | None) -> Address:
+    """Return the address to listen on. The port is fixed here, so that a restarted coordinator has the same one."""
     if listen is None:
         return Address(HERE, worker_setup.free_port())
     try:
@@ -91,16 +93,16 @@ def _listening(listen: str | None) -> Address:
     except ConfigError:
         address = Address.parse(f"{listen}:0", "--listen")
     if address.host in ("0.0.0.0", "::"):
-        raise ConfigError(f"--listen {listen}: name an address of this machine by which the others reach it")
+        raise ConfigError(f"--listen {listen}: name an address of this machine that the other machines can reach")
     if address.port:
         _wait_until_free(address)
     return Address(address.host, address.port or worker_setup.free_port())
 
 
 def _wait_until_free(address: Address) -> None:
-    """A launcher that was killed leaves its coordinator to its guard, which takes a moment to end it.
+    """Wait until the port is free: the guard of a killed launcher needs a moment to end its coordinator.
 
-    If the port stays taken, the coordinator that is started there says so.
+    If the port stays in use, the coordinator reports it.
     """
     host = address.resolve()[0]
     deadline = time.monotonic() + PORT_SECONDS

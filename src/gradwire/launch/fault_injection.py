@@ -1,4 +1,4 @@
-"""Deliberate faults of `gradwire run --chaos`: which worker they hit and when (pure), and how they are carried out."""
+"""Injects the faults of `gradwire run --chaos`: when and on which worker (pure), and how they are carried out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Protocol
 from gradwire.errors import ConfigError
 from gradwire.launch.worker_process import Worker
 
-# How many workers each action is about.
+# The number of workers that each action affects.
 TARGETS = {"kill": 1, "freeze": 1, "cut": 2, "restart coordinator": 0, "join": 0}
-LASTING = {"freeze": "thaw", "cut": "heal"}  # what may last, and how it ends
+LASTING = {"freeze": "resume", "cut": "heal"}  # actions that may have a duration, and what ends them
 NEEDS_ELASTIC = {"cut", "restart coordinator", "join"}
 
 _UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0}
@@ -25,7 +25,7 @@ _LONGEST = 1 << 16  # characters
 
 @dataclass(frozen=True)
 class Fault:
-    """One statement. `targets` None means random ones."""
+    """One statement of the script. `targets` None means random workers."""
 
     action: str
     targets: tuple[int, ...] | None
@@ -34,8 +34,8 @@ class Fault:
     duration: float | None = None
 
     def __str__(self) -> str:
-        who = "random" if self.targets is None else "-".join(map(str, self.targets))
-        parts = [self.action, who, f"@{_seconds(self.at)}"]
+        target = "random" if self.targets is None else "-".join(map(str, self.targets))
+        parts = [self.action, target, f"@{_seconds(self.at)}"]
         parts += [f"every {_seconds(self.every)}"] if self.every is not None else []
         parts += [f"for {_seconds(self.duration)}"] if self.duration is not None else []
         return " ".join(filter(None, parts))
@@ -43,14 +43,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Script:
-    """All statements; `seed` None leaves the choice to chance."""
+    """All statements; `seed` None: random workers are chosen differently in each run."""
 
     faults: tuple[Fault, ...]
     seed: int | None = None
 
 
 def parse(text: str) -> Script:
-    """Read statements as the module's text shows them; a ConfigError says which one is wrong, and how."""
+    """Read statements such as 'kill 2 @5s; freeze random every 10s for 2s'; a ConfigError says which one is wrong."""
     if len(text) > _LONGEST:
         raise ConfigError(f"chaos: {len(text)} characters are more than the {_LONGEST} that can be read")
     faults, seed = [], None
@@ -66,22 +66,22 @@ def parse(text: str) -> Script:
         except ConfigError as error:
             raise ConfigError(f"chaos: {statement.strip()!r}: {error}") from None
     if not faults:
-        raise ConfigError("chaos: nothing is to be done; write for example 'kill 2 @5s'")
+        raise ConfigError("chaos: there is no statement; write for example 'kill 2 @5s'")
     return Script(tuple(faults), seed)
 
 
 @dataclass(frozen=True)
 class FaultAction:
-    """What is to be done now. `missing`: not all of these workers live, so it cannot be."""
+    """An action that is due. `missing`: it is impossible, because not all of its workers are alive."""
 
-    action: str  # one of TARGETS, or what ends a LASTING one
+    action: str  # a key of TARGETS, or a value of LASTING
     targets: tuple[int, ...]
     duration: float | None = None
     missing: bool = False
 
 
 class Chaos:
-    """The schedule: ask `due` what is to be done, at `next_due` or later. Times count from the start of the job."""
+    """The schedule of the faults: call `due` at `next_due` or later. Times count from the start of the job."""
 
     def __init__(self, script: Script, seed: int) -> None:
         self.seed = seed if script.seed is None else script.seed
@@ -96,45 +96,45 @@ class Chaos:
         return min(times, default=None)
 
     def due(self, now: float, living: Collection[int]) -> list[FaultAction]:
-        """The deeds whose time has come, ends of earlier ones first. What came round several times is done once."""
-        deeds = [deed for time, deed in self._ends if time <= now and living_all(deed, living)]
-        self._ends = [(time, deed) for time, deed in self._ends if time > now]
+        """Return the actions that are due, ends of earlier ones first; a repeated action that is overdue comes once."""
+        events = [event for time, event in self._ends if time <= now and living_all(event, living)]
+        self._ends = [(time, event) for time, event in self._ends if time > now]
         ready = sorted((entry for entry in self._coming if entry[0] <= now), key=lambda entry: entry[0])
         self._coming = [entry for entry in self._coming if entry[0] > now]
         for time, fault in ready:
-            deeds.append(self._deed(fault, now, living))
+            events.append(self._event(fault, now, living))
             if fault.every is not None:
                 rounds = int((now - time) / fault.every) + 1
                 self._coming.append((max(time + rounds * fault.every, now), fault))
-        return deeds
+        return events
 
     def stop(self, living: Collection[int]) -> list[FaultAction]:
-        """Nothing more is to be done but to end what lasts."""
-        deeds = [deed for _, deed in self._ends if living_all(deed, living)]
+        """Drop the schedule; return the actions that end what lasts."""
+        events = [event for _, event in self._ends if living_all(event, living)]
         self._coming, self._ends = [], []
-        return deeds
+        return events
 
-    def _deed(self, fault: Fault, now: float, living: Collection[int]) -> FaultAction:
+    def _event(self, fault: Fault, now: float, living: Collection[int]) -> FaultAction:
         count = TARGETS[fault.action]
         targets = fault.targets
         if targets is None:
-            frozen = {number for _, deed in self._ends if deed.action == "thaw" for number in deed.targets}
+            frozen = {number for _, event in self._ends if event.action == "resume" for number in event.targets}
             choice = sorted(set(living) - (frozen if fault.action == "freeze" else set()))
             if len(choice) < count:
                 return FaultAction(fault.action, (), fault.duration, missing=True)
             targets = tuple(self._random.sample(choice, count))
-        deed = FaultAction(fault.action, targets, fault.duration)
-        if not living_all(deed, living):
+        event = FaultAction(fault.action, targets, fault.duration)
+        if not living_all(event, living):
             return FaultAction(fault.action, targets, fault.duration, missing=True)
         if fault.action in LASTING:
-            # What lasts for ever ends with the job: a frozen process would not hear that it is to stop.
+            # Without a duration the action ends with the job: a frozen process would not handle SIGTERM.
             end = float("inf") if fault.duration is None else now + fault.duration
             self._ends.append((end, FaultAction(LASTING[fault.action], targets)))
-        return deed
+        return event
 
 
-def living_all(deed: FaultAction, living: Collection[int]) -> bool:
-    return all(number in living for number in deed.targets)
+def living_all(event: FaultAction, living: Collection[int]) -> bool:
+    return all(number in living for number in event.targets)
 
 
 # --- the pieces of parse
@@ -147,7 +147,7 @@ def _fault(words: list[str]) -> Fault:
     if every is not None and every <= 0:
         raise ConfigError("'every 0s' would never end")
     if at is None and every is None:
-        raise ConfigError("it does not say when: add '@5s' or 'every 5s'")
+        raise ConfigError("the time is missing: add '@5s' or 'every 5s'")
     if duration is not None and action not in LASTING:
         raise ConfigError(f"'{action}' does not last: leave out 'for'")
     start = at if at is not None else every
@@ -181,8 +181,8 @@ def _targets(action: str, count: int, text: str) -> tuple[int, ...] | None:
 
 
 def _example(action: str) -> str:
-    who = "0-3" if TARGETS[action] == 2 else "2"
-    return f"write for example '{action} {who} @5s' or '{action} random @5s'"
+    target = "0-3" if TARGETS[action] == 2 else "2"
+    return f"write for example '{action} {target} @5s' or '{action} random @5s'"
 
 
 def _times(words: list[str]) -> dict[str, float]:
@@ -192,7 +192,7 @@ def _times(words: list[str]) -> dict[str, float]:
         if name not in ("@", "every", "for"):
             raise ConfigError(f"{name!r} is not understood; after the worker come '@5s', 'every 5s', 'for 5s'")
         if name in times:
-            raise ConfigError(f"{name!r} is said twice")
+            raise ConfigError(f"{name!r} is given twice")
         if not words:
             raise ConfigError(f"after {name!r} a time is missing, such as 5s")
         text, *words = words
@@ -217,26 +217,28 @@ BY_CHAOS = "was killed by chaos"
 
 
 class FaultyJob(Protocol):
-    """The job, as far as trouble is made for it."""
+    """What fault injection needs of a job."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...
 
-    def say(self, line: str) -> None: ...
+    def print_line(self, line: str) -> None: ...
 
     def add_worker(self) -> Worker | None: ...
 
-    def disturb(self, action: str, workers: Sequence[Worker]) -> str:
-        """Do what only the job itself can, and say what was done."""
+    def inject(self, action: str, workers: Sequence[Worker]) -> str:
+        """Carry out an action that needs the job's setup; return what was done."""
 
 
 class FaultInjector:
+    """Carries out the faults of a schedule on the workers of a job."""
+
     def __init__(self, chaos: Chaos, job: FaultyJob, began: float) -> None:
         self._chaos = chaos
         self._job = job
         self._began = began
         if any(fault.targets is None for fault in chaos.faults):
-            job.say(f"chaos: the workers are chosen with seed {chaos.seed}")
+            job.print_line(f"chaos: the workers are chosen with seed {chaos.seed}")
 
     @property
     def next_due(self) -> float | None:
@@ -244,38 +246,38 @@ class FaultInjector:
         return None if due is None else self._began + due
 
     def make(self, now: float) -> None:
-        for deed in self._chaos.due(now - self._began, self._living()):
-            self._job.say(f"chaos: {self._do(deed)} at {now - self._began:.1f} s{_lasting(deed)}")
+        for event in self._chaos.due(now - self._began, self._living()):
+            self._job.print_line(f"chaos: {self._do(event)} at {now - self._began:.1f} s{_lasting(event)}")
 
     def stop(self) -> None:
-        """Quietly end what lasts."""
-        for deed in self._chaos.stop(self._living()):
-            self._do(deed)
+        """End what lasts, without a message."""
+        for event in self._chaos.stop(self._living()):
+            self._do(event)
 
     def _living(self) -> list[int]:
         return [worker.number for worker in self._job.workers if worker.ending is None]
 
-    def _do(self, deed: FaultAction) -> str:
-        if deed.missing:
+    def _do(self, event: FaultAction) -> str:
+        if event.missing:
             return (
-                f"found no {' and '.join(f'worker {number}' for number in deed.targets) or 'worker'} to {deed.action}"
+                f"found no {' and '.join(f'worker {number}' for number in event.targets) or 'worker'} to {event.action}"
             )
-        workers = [self._job.workers[number] for number in deed.targets]
-        match deed.action, workers:
+        workers = [self._job.workers[number] for number in event.targets]
+        match event.action, workers:
             case "kill", [worker]:
                 worker.kill(BY_CHAOS)
                 return f"killed {worker}"
             case "freeze", [worker]:
                 worker.pause()
                 return f"froze {worker}"
-            case "thaw", [worker]:
+            case "resume", [worker]:
                 worker.resume()
-                return f"thawed {worker}"
+                return f"resumed {worker}"
             case "join", []:
                 added = self._job.add_worker()
-                return f"started {added}" if added is not None else "started nobody, because all work is done"
-        return self._job.disturb(deed.action, workers)
+                return f"started {added}" if added is not None else "started no worker, because all work is done"
+        return self._job.inject(event.action, workers)
 
 
-def _lasting(deed: FaultAction) -> str:
-    return f", for {deed.duration:g} s" if deed.duration is not None and not deed.missing else ""
+def _lasting(event: FaultAction) -> str:
+    return f", for {event.duration:g} s" if event.duration is not None and not event.missing else ""

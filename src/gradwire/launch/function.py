@@ -1,8 +1,8 @@
-"""`gw.launch`: call a function in n fresh processes and get the results back.
+"""`gw.launch`: calls a function in n fresh processes and returns the results.
 
-The function goes to the workers by cloudpickle, so lambdas, closures and whatever a script or notebook has defined
-need no module of their own and no `if __name__ == "__main__"`. It travels in memory that only the workers inherit, the
-results over sockets that only they have: nothing here is read from a network.
+The function is sent by cloudpickle, so lambdas, closures and functions of a script or notebook work, without a module
+and without `if __name__ == "__main__"`. It is sent through memory that only the workers inherit, and the results return
+through sockets that only the workers hold: nothing is unpickled that came from a network.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
     """Call `fn(*args)` in each of n fresh processes and return the results by rank.
 
-    In them `gw.init()` finds the job; `launch` itself does not call it. What they print appears here, prefixed by rank.
+    In these processes `gw.init()` finds the job; `launch` does not call it. Their output has the rank in front.
 
     >>> import gradwire as gw
     >>> def total():
@@ -41,18 +41,20 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
     >>> gw.launch(total, 2)
     [1, 1]
 
-    If a rank raises, the others are stopped and the error is raised here, with the rank and its traceback as its
-    cause. A rank that ends without an error that could be sent raises WorkerFailed, which names it in `culprit`.
+    If a rank raises, the others are stopped and its error is raised here; a `WorkerFailed` with the rank's traceback is
+    the cause. If a rank ends without an error that can be sent, `WorkerFailed` is raised and names it in `culprit`.
     """
     if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1:
         raise InvalidSize(f"launch needs a number of processes, at least 1, not {n!r}")
     if not callable(fn):
         raise ConfigError(f"launch needs a function, not {fn!r}")
+    from gradwire import tracebacks
     from gradwire.launch import rendezvous
     from gradwire.launch.supervisor import Supervisor
     from gradwire.launch.worker_process import Task
     from gradwire.launch.worker_setup import StaticSetup
 
+    tracebacks.install()
     with _payload(fn, tuple(args)) as payload:
         task = Task(("function", str(payload)), inherited=(payload,), returns=True)
         with Supervisor(task, n, StaticSetup(n, rendezvous.on_this_machine(n))) as supervisor:
@@ -62,7 +64,7 @@ def launch(fn: Callable[..., T], n: int, args: Sequence[Any] = ()) -> list[T]:
 
 @contextlib.contextmanager
 def _payload(fn: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[int]:
-    """The call in a nameless file, as `worker_main.py` reads it."""
+    """Yield a descriptor of an anonymous file with the pickled call, in the form that `worker_main.py` reads."""
     surroundings = {"path": [entry for entry in sys.path if isinstance(entry, str)], "argv": sys.argv}
     fd = os.memfd_create("gradwire-call")
     try:
@@ -97,7 +99,7 @@ def _can_be_pickled(value: object) -> bool:
 
 @contextlib.contextmanager
 def _sent_by_value(fn: Callable[..., Any]) -> Iterator[None]:
-    """Send the function's module along if the workers could not import it, as with test files that pytest imports."""
+    """Pickle the function's module by value if workers cannot import it, as with test files under pytest."""
     import cloudpickle
 
     while isinstance(fn, functools.partial):
@@ -114,9 +116,9 @@ def _sent_by_value(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def is_importable(module: ModuleType) -> bool:
-    """Whether `import` would find the same file again in a fresh process with our `sys.path`."""
+    """Return whether `import` finds the same file in a fresh process with this `sys.path`."""
     file = getattr(module, "__file__", None)
-    if file is None or module.__name__ == "__main__":  # built in; or always sent by value
+    if file is None or module.__name__ == "__main__":  # built in, or always pickled by value
         return True
     search: Sequence[str] | None = None
     spec = None
@@ -130,7 +132,7 @@ def is_importable(module: ModuleType) -> bool:
 
 
 def _find(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
-    """As `importlib.util.find_spec`, which would answer from the modules that are already loaded."""
+    """Find a module like `importlib.util.find_spec`, but without looking at the modules that are loaded."""
     for finder in sys.meta_path:
         spec = finder.find_spec(name, search)
         if spec is not None:
@@ -142,7 +144,7 @@ def _results(supervisor: Supervisor) -> list[Any]:
     outcome = supervisor.outcome
     assert outcome is not None
     if outcome.root is not None:
-        raise _failure(supervisor.workers[outcome.root.number], outcome.root, outcome)
+        raise _failure(supervisor, outcome, outcome.root)
     return [_result(worker) for worker in supervisor.workers]
 
 
@@ -156,22 +158,27 @@ def _result(worker: Worker) -> Any:
         raise WorkerFailed(problem, culprit=worker.number) from error
 
 
-def _failure(worker: Worker, root: Ending, outcome: Outcome) -> Exception:
-    """The root cause's own exception if it came through, caused by what is known of its process; else only that."""
-    from gradwire.launch.root_cause import consequences, explain
+def _failure(supervisor: Supervisor, outcome: Outcome, root: Ending) -> Exception:
+    """Return the exception to raise: the one of the failed rank if it could be sent, with a WorkerFailed as its cause.
 
-    known = WorkerFailed(explain(root, outcome.last_lines), culprit=root.number, exit_code=root.exit_code)
-    error = _exception(worker)
+    If the root cause is a rank that left too early, the exception is the PeerLost of a rank that needed it.
+    """
+    from gradwire.launch import root_cause
+
+    raiser = root_cause.find(outcome.endings) if root.left_early else root
+    error = _exception(supervisor.workers[raiser.number]) if raiser is not None else None
+    explanation = root_cause.explain(root, outcome.last_lines, with_message=error is None or raiser is not root)
+    known = WorkerFailed(explanation, culprit=root.number, exit_code=root.exit_code)
     if error is not None:
         error.__cause__ = known
     failure = error or known
-    for line in consequences([ending for ending in outcome.endings if not ending.stopped], root):
-        failure.add_note(f"and then {line}")
+    for line in root_cause.consequences([ending for ending in outcome.endings if not ending.stopped], root):
+        failure.add_note(line)
     return failure
 
 
 def _exception(worker: Worker) -> Exception | None:
-    """None for one that does not survive the journey: its text does, in the report."""
+    """Return the exception of a worker; None if it could not be pickled or unpickled (the report has its text)."""
     if worker.exception is None:
         return None
     with contextlib.suppress(Exception):

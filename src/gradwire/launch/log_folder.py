@@ -1,8 +1,8 @@
-"""The log folder of a run: one launcher at a time writes there, and files of earlier runs are moved aside.
+"""Locks the log folder of a run for one launcher, and moves the files of earlier runs to subfolders.
 
-L/worker-0.log  coordinator.log  coordinator.journal …   the present run, or the last one
-L/earlier-1/  earlier-2/ …                               the runs before it, in order
-L/launcher-4711/                                         a launcher that came while another one used L
+L/worker-0.log  coordinator.log  coordinator.journal …   the current run, or the last one
+L/earlier-1/  earlier-2/ …                               earlier runs, in order
+L/launcher-4711/                                         a launcher that started while another one used L
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LOGS = ("rank-*.log", "worker-*.log", "coordinator.log")
 
 @contextlib.contextmanager
 def log_folder(wanted: Path) -> Iterator[Path]:
-    """The folder to write to, which is `wanted` unless another launcher that still runs uses that.
+    """Yield the folder to write to: `wanted`, or a subfolder if another running launcher uses `wanted`.
 
-    What an earlier run has left there is moved to a folder of its own first. The lock ends with this process, however
-    it ends; processes that it starts do not inherit it.
+    Files of an earlier run in that folder are moved to a subfolder first. The lock ends with this process, however it
+    ends, and processes that it starts do not inherit it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -40,7 +40,7 @@ def log_folder(wanted: Path) -> Iterator[Path]:
 def _candidates(wanted: Path) -> Iterator[Path]:
     yield wanted
     yield wanted / f"launcher-{os.getpid()}"
-    for number in itertools.count(2):  # one process can be several launchers
+    for number in itertools.count(2):  # one process can run several launchers
         yield wanted / f"launcher-{os.getpid()}-{number}"
 
 
@@ -58,7 +58,7 @@ def _locked(folder: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def _move_earlier_run(folder: Path) -> None:
-    for draft in folder.glob(f".{JOURNAL}-*"):  # of a coordinator that was killed while it made its journal
+    for draft in folder.glob(f".{JOURNAL}-*"):  # left by a coordinator that was killed while it created its journal
         draft.unlink(missing_ok=True)
     logs = [path for pattern in _LOGS for path in folder.glob(pattern)]
     journal = folder / JOURNAL
@@ -70,7 +70,7 @@ def _move_earlier_run(folder: Path) -> None:
 
         try:
             set_aside(journal, earlier)
-        except JournalError:  # another coordinator has it: nothing is moved
+        except JournalError:  # another coordinator uses the journal: nothing is moved
             with contextlib.suppress(OSError):
                 earlier.rmdir()
             raise

@@ -1,7 +1,7 @@
-"""Output of the workers: read as it comes, written to a log for each, shown on the screen.
+"""Reads the output of the workers, writes it to a log per worker, and shows it on the screen.
 
-One thread does it all, apart from the supervision: a screen that stands still (a paused terminal, a full pipe) holds up
-the workers' printing, never the news of a failure or the stopping.
+One thread does this, separate from the supervision: a screen that does not move (a paused terminal, a full pipe) blocks
+the workers' printing, but neither the detection of failures nor the stopping.
 """
 
 from __future__ import annotations
@@ -16,16 +16,27 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from gradwire.errors import TransportError
 from gradwire.launch.screen import ERR, OUT, Screen
 from gradwire.launch.terminal_lines import Lines
 
 _CHUNK = 1 << 16
-_TAIL = 20  # lines that are remembered for a worker that dies without a traceback
-_PROGRESS_EVERY = 5.0  # seconds between two states of a progress bar, where only whole lines can be shown
-_LATE = 0.5  # seconds of silence after which a stream that outlived its worker is left alone
+_TAIL = 20  # last lines kept for a worker that ends without a traceback
+_PROGRESS_EVERY = 5.0  # seconds between two shown states of a progress bar, where only whole lines can be shown
+_LATE = 0.5  # seconds without data after which a stream that is still open after the workers ended is abandoned
+
+
+_LOG_ONLY = 2  # the number of the stream whose lines are written to the log and not shown
+
+
+class Pipes(NamedTuple):
+    """The writing ends of a worker's pipes: standard output, standard error, and tracebacks for its log only."""
+
+    out: int
+    err: int
+    tracebacks: int
 
 
 @dataclass
@@ -35,7 +46,7 @@ class _Printer:
     label: str
     log: int | None
     shown: bool  # on the screen
-    open: int = 2  # of its streams
+    open: int = 3  # streams that have not ended
     ended: threading.Event = field(default_factory=threading.Event)
     tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=_TAIL))
 
@@ -49,7 +60,7 @@ class _Stream:
 
 
 class Output:
-    """The printing of all workers. `close` when the workers are gone, to have seen it to the end."""
+    """The output of all workers. Call `close` when the workers are gone; it waits until everything is shown."""
 
     def __init__(
         self,
@@ -62,31 +73,31 @@ class Output:
         self.log_dir = log_dir
         self._screen = Screen(out or sys.stdout, err or sys.stderr)
         self._printers: dict[str, _Printer] = {}
-        self._said: collections.deque[str] = collections.deque()
+        self._lines: collections.deque[str] = collections.deque()
         self._clock = clock
         _prepare(log_dir)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._lock = threading.Lock()  # of the next two, so that nobody writes to a descriptor that is closed
+        self._lock = threading.Lock()  # guards the wake pipe: no thread may write to it after it is closed
         self._closing = False
         self._released = False
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def pipes(self, label: str, log: str, *, shown: bool = True) -> Iterator[tuple[int, int]]:
-        """The writing ends of two pipes, to be a worker's standard output and error; `log` names its file."""
-        # One that was started anew goes on in its log.
-        printer = _Printer(label, _open_log(self.log_dir, log, anew=label not in self._printers), shown)
+    def pipes(self, label: str, log: str, *, shown: bool = True) -> Iterator[Pipes]:
+        """The writing ends of a worker's pipes; `log` names its file. They are closed when the block ends."""
+        # A restarted process appends to its log.
+        printer = _Printer(label, _open_log(self.log_dir, log, truncate=label not in self._printers), shown)
         self._printers[label] = printer
         ends = []
         try:
-            for number in (OUT, ERR):
+            for number in (OUT, ERR, _LOG_ONLY):
                 reading, writing = os.pipe()
                 ends.append(writing)
                 self._selector.register(reading, selectors.EVENT_READ, _Stream(printer, number))
-            yield ends[OUT], ends[ERR]
+            yield Pipes(*ends)
         finally:
             for end in ends:
                 os.close(end)
@@ -95,13 +106,13 @@ class Output:
         self._thread = threading.Thread(target=self._pump, name="gradwire-output", daemon=True)
         self._thread.start()
 
-    def say(self, line: str) -> None:
-        """Show a line of our own, among theirs."""
-        self._said.append(line)
+    def print_line(self, line: str) -> None:
+        """Show a line of the launcher among those of the workers."""
+        self._lines.append(line)
         self._wake()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Wait until everything is shown, at most so long: a screen may never move again. False if it took longer."""
+        """Wait until everything is shown; False if that takes longer than `timeout`, as on a paused terminal."""
         first, self._closing = not self._closing, True
         if first:
             self._wake()
@@ -112,13 +123,13 @@ class Output:
         return self._released
 
     def tail(self, label: str, timeout: float = 0.0) -> list[str]:
-        """The last lines that this worker printed; waits at most so long for one that has ended to be heard out."""
+        """Return the last lines that a worker printed; wait up to `timeout` for the end of its streams."""
         printer = self._printers[label]
         printer.ended.wait(timeout)
         return list(printer.tail)
 
     def _wake(self) -> None:
-        with self._lock, contextlib.suppress(BlockingIOError):  # full: it will wake
+        with self._lock, contextlib.suppress(BlockingIOError):  # the pipe is full: the thread will wake anyway
             if not self._released:
                 os.write(self._wake_write, b".")
 
@@ -131,7 +142,7 @@ class Output:
                 for key, _ in ready:
                     if key.data is None:
                         os.read(self._wake_read, _CHUNK)
-                        self._show_said()
+                        self._show_lines()
                     else:
                         self._take(key.fd, key.data)
         finally:
@@ -156,7 +167,7 @@ class Output:
 
     def _show(self, stream: _Stream, lines: list[str]) -> None:
         stream.printer.tail.extend(lines[-_TAIL:])
-        if not stream.printer.shown:
+        if not stream.printer.shown or stream.number == _LOG_ONLY:
             return
         unfinished = stream.lines.unfinished
         if self._progress_is_due(stream):
@@ -164,9 +175,9 @@ class Output:
             lines = [*lines, unfinished]
         self._screen.show(stream.printer.label, stream.number, lines, unfinished)
 
-    def _show_said(self) -> None:
-        while self._said:
-            self._screen.say(self._said.popleft())
+    def _show_lines(self) -> None:
+        while self._lines:
+            self._screen.print_line(self._lines.popleft())
 
     def _progress_is_due(self, stream: _Stream) -> bool:
         in_whole_lines = stream.lines.redrawn and not self._screen.is_terminal(stream.number)
@@ -177,7 +188,7 @@ class Output:
             return
         try:
             _write_all(printer.log, data)
-        except OSError as error:  # a full disk ends the log, not the training
+        except OSError as error:  # a full disk must not end the training
             self._close_log(printer)
             self._screen.show(printer.label, ERR, [f"(gradwire: this log ends here: {error.strerror})"])
 
@@ -187,7 +198,7 @@ class Output:
         printer.log = None
 
     def _release(self) -> None:
-        """Every descriptor; by the thread that uses them, so that none is closed under its hands."""
+        """Close every descriptor. Only the thread that uses them may do so."""
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 self._end(key.fd, key.data)
@@ -198,7 +209,7 @@ class Output:
             self._released = True
             os.close(self._wake_read)
             os.close(self._wake_write)
-        self._show_said()
+        self._show_lines()
 
 
 def _prepare(log_dir: Path | None) -> None:
@@ -209,10 +220,10 @@ def _prepare(log_dir: Path | None) -> None:
         raise TransportError(f"cannot write logs in {log_dir}: {error.strerror}") from error
 
 
-def _open_log(log_dir: Path | None, name: str, *, anew: bool) -> int | None:
+def _open_log(log_dir: Path | None, name: str, *, truncate: bool) -> int | None:
     if log_dir is None:
         return None
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if anew else os.O_APPEND)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if truncate else os.O_APPEND)
     try:
         return os.open(log_dir / name, flags, 0o666)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The rendezvous of a job of fixed size: a coordinator in the supervisor's process, and a secret for this job."""
+"""Provides the rendezvous of a job of fixed size: a coordinator in the supervisor's process, and a secret."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Coordinating(Protocol):
 
     @property
     def address(self) -> str:
-        """host:port, known once it was started."""
+        """host:port, known after `start`."""
 
     def start(self) -> None: ...
 
@@ -21,13 +21,15 @@ class Coordinating(Protocol):
 
 @dataclass(frozen=True)
 class Rendezvous:
+    """Where the ranks of a job meet, and the secret that admits them."""
+
     coordinator: Coordinating
     job: str
     token: str
 
 
 def on_this_machine(size: int) -> Rendezvous:
-    """A coordinator on a free port of the loopback interface, not started yet."""
+    """Return a rendezvous whose coordinator will listen on a free loopback port; the coordinator is not started yet."""
     from gradwire.membership.coordinator.service import Coordinator  # loads grpc
     from gradwire.security.secret import TOKEN, job_secret, new_token
 

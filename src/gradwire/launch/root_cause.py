@@ -1,12 +1,13 @@
-"""Finds the first failure that no other failure explains. Pure: endings in, a verdict and its text out."""
+"""Finds the root cause of a failed job, the failure that explains the others, and describes it. Pure."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradwire.launch.worker_main import FINISHED
+from gradwire.topology import rank_ranges
 from gradwire.wire import parse_json
 
 EXIT_BY_SIGNAL = 128  # shells add the signal's number to this
@@ -14,19 +15,20 @@ EXIT_BY_SIGNAL = 128  # shells add the signal's number to this
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker said of the exception that ended it."""
+    """What a worker reported about the exception that ended it."""
 
     time: float
     type: str
     message: str
     traceback: str
     place: str
-    broken: bool  # it is, holds or came from an error of a broken group
-    culprit: int | None  # the rank which that error names
+    broken: bool  # the exception is, contains or was caused by an error of a broken group
+    lost: bool  # that error is a PeerLost
+    culprit: int | None  # the rank that that error names
 
     @classmethod
     def parse(cls, text: bytes | bytearray) -> Report:
-        """ValueError if this is none."""
+        """Read a report; raise ValueError if the text is none."""
         match parse_json(text):
             case {
                 "time": float(time),
@@ -35,48 +37,65 @@ class Report:
                 "traceback": str(traceback),
                 "place": str(place),
                 "broken": bool(broken),
+                "lost": bool(lost),
                 "culprit": int() | None as culprit,
             }:
-                return cls(time, type_, message, traceback, place, broken, culprit)
+                return cls(time, type_, message, traceback, place, broken, lost, culprit)
         raise ValueError("malformed report")
 
     @property
     def fatal(self) -> bool:
-        """False for `sys.exit()` and for coming too late, which are no failures."""
+        """Whether the exception is a failure: `sys.exit(0)` and joining a finished job are none."""
         return not self.too_late and (self.type != "SystemExit" or self.message not in ("", "None", "0"))
 
     @property
     def too_late(self) -> bool:
-        """It asked to be let into a job whose work was done."""
+        """Whether the worker tried to join a job whose work was done."""
         return self.type == FINISHED
 
     @property
-    def turned_away(self) -> bool:
-        """It asked to be let into a job, and was not."""
+    def refused(self) -> bool:
+        """Whether the worker tried to join a job and was refused."""
         return self.type in ("gradwire.errors.Refused", "gradwire.errors.NoConnection")
 
+    @property
+    def explains_itself(self) -> bool:
+        """Whether the traceback shows a mistake: not for an exit, a refusal, or an error of a broken group."""
+        return self.fatal and not (self.broken or self.refused or self.type == "SystemExit")
+
+    @property
+    def short_type(self) -> str:
+        """The exception's type, without the module if it is one of gradwire's."""
+        return self.type.removeprefix("gradwire.errors.")
+
+    def frames(self) -> str:
+        """The traceback without the exception's text at its end."""
+        text = f"{self.type}: {self.message}" if self.message else self.type
+        return self.traceback.rstrip("\n").removesuffix(text).rstrip("\n")
+
     def summary(self) -> str:
+        """The exception in one line, to follow the worker's name."""
         first, *_ = self.message.splitlines() or [""]
         if self.type == "SystemExit":
             place = f" at {self.place}" if self.place else ""
             return f"left by sys.exit({first}){place}" if len(first) <= 3 else f"gave up{place}: {first}"
-        kind = self.type.removeprefix("gradwire.errors.")
-        return f"raised {kind}: {first}" if first else f"raised {kind}"
+        return f"raised {self.short_type}: {first}" if first else f"raised {self.short_type}"
 
 
 @dataclass(frozen=True)
 class Ending:
     """How a worker's process ended."""
 
-    number: int  # its rank, where ranks stay
+    number: int  # the rank, in jobs of fixed size
     pid: int
     status: int  # exit code, or minus the signal
-    time: float  # when that was noticed
-    told: float | None = None  # when the supervisor first told it to stop
+    time: float  # when the supervisor noticed the exit
+    stop_sent: float | None = None  # when the supervisor first signalled the worker to stop
     report: Report | None = None
-    result_missing: bool = False  # it ended like a success, but a result was due
-    noun: str = "rank"  # what it is called with its number
-    doom: str = ""  # what the supervisor did to it, if it was neither stopped nor left alone
+    result_missing: bool = False  # the process exited with code 0, but has not sent the result that was due
+    noun: str = "rank"  # what stands before the number: "rank 2", "worker 2"
+    left_early: bool = False  # the process exited with code 0 while other ranks still needed it
+    kill_reason: str = ""  # why the supervisor killed the worker, if it did so for another reason than stopping the job
 
     @property
     def name(self) -> str:
@@ -88,13 +107,13 @@ class Ending:
 
     @property
     def too_late(self) -> bool:
-        """It did nothing, because the work of the job was done when it came."""
+        """Whether the worker did nothing because the work of the job was already done."""
         return self.report is not None and self.report.too_late
 
     @property
     def exit_code(self) -> int:
-        if self.status < 0 and self.report is not None and self.told is not None:
-            return 1  # it had failed by an exception, but did not end until it was told to
+        if self.status < 0 and self.report is not None and self.stop_sent is not None:
+            return 1  # an exception ended the script, but the process did not exit until it was stopped
         return self.status if self.status >= 0 else EXIT_BY_SIGNAL - self.status
 
     @property
@@ -103,74 +122,124 @@ class Ending:
 
     @property
     def stopped(self) -> bool:
-        """It failed because it was told to stop."""
-        return self.failed and self.told is not None and self.told <= self.failure_time
+        """Whether the worker failed because the supervisor stopped it."""
+        return self.failed and self.stop_sent is not None and self.stop_sent <= self.failure_time
+
+
+# -- which ending is the root cause -----------------------------------------------------------------------------------
 
 
 def find(endings: Iterable[Ending]) -> Ending | None:
-    """The failure that explains the others; None if nothing failed but what was told to stop.
+    """Return the failure that explains the others; None if no worker failed, apart from those that were stopped.
 
-    An error of a broken group is a consequence as long as any other failure is known. Where all failures are such
-    errors (ranks that disagree, a rank that left), the rank they name says most, and otherwise the first that spoke.
+    An error of a broken group is a consequence as long as there is any other failure. If all failures are such errors
+    (ranks disagree, a rank left), the rank that the errors name comes first, and then the earliest failure.
     """
     failures = [ending for ending in endings if ending.failed and not ending.stopped]
-    return min(failures, key=lambda failure: (_blames(failure), failure.failure_time, failure.number), default=None)
+    return min(failures, key=lambda failure: (_remoteness(failure), failure.failure_time, failure.number), default=None)
 
 
 def of_failure(endings: Sequence[Ending], given_up_at: int) -> Ending | None:
-    """What made a job fail that was given up at that ending; or, if that was a consequence, what came before it."""
+    """Return why a job failed that was given up at this ending; earlier endings count if that one is a consequence."""
     root = find(endings[given_up_at:])
-    return find(endings) if root is None or _blames(root) > 0 else root
+    return find(endings) if root is None or _remoteness(root) > 0 else root
 
 
 def of_end(endings: Sequence[Ending], errors: Collection[int], *, formed: bool) -> Ending | None:
-    """Why a job that was never given up did not end well, if so.
+    """Return why a job that was never given up did not end well; None if it did.
 
-    `errors` are the workers whose failures nobody got over; `formed` says that members had come together.
+    `errors` are the workers whose failures the others did not recover from; `formed` says that members had met.
     """
-    if all(ending.failed for ending in endings):  # whoever may go on elsewhere: nobody was done here
+    if all(ending.failed for ending in endings):  # workers elsewhere may continue, but none here has finished
         return find(endings)
-    if all(ending.too_late for ending in endings) and not formed:  # for work that nobody has done
+    if all(ending.too_late for ending in endings) and not formed:  # refused as too late, though no worker did the work
         return min(endings, key=lambda ending: ending.failure_time)
     return find(ending for ending in endings if ending.number in errors)
 
 
-def _blames(failure: Ending) -> int:
+def or_early_exit(failure: Ending | None, endings: Iterable[Ending]) -> Ending | None:
+    """Return the rank whose exit with code 0 caused `failure`, a PeerLost on another rank; without one, `failure`."""
+    report = failure.report if failure is not None else None
+    if failure is not None and failure.noun == "rank" and report is not None and report.lost:
+        for ending in endings:
+            if ending.number == report.culprit and not ending.failed and ending.stop_sent is None:
+                return replace(ending, left_early=True)
+    return failure
+
+
+def _remoteness(failure: Ending) -> int:
+    """0: a failure by itself; 1: an error of a broken group that names this rank; 2: one that names another rank."""
     report = failure.report
     if report is None or not report.broken:
         return 0
     return 1 if failure.noun == "rank" and report.culprit == failure.number else 2
 
 
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
 def describe(ending: Ending) -> str:
-    """One line: how this worker ended."""
-    return f"{ending.name} (pid {ending.pid}) {fate(ending)}"
+    """Say in one line how a worker ended."""
+    return f"{ending.name} (pid {ending.pid}) {how_it_ended(ending)}"
 
 
 def consequences(endings: Iterable[Ending], root: Ending | None) -> list[str]:
-    """How the other workers ended that did not end well, those with the same fate in one line."""
-    fates: dict[tuple[str, str], list[str]] = {}
+    """Say how the workers other than `root` failed, those that failed alike in one line.
+
+    Errors of a broken group take one line in all: each names what its worker was doing, which may differ.
+    """
+    alike: dict[str, list[Ending]] = {}
     for ending in endings:
         if ending.failed and ending is not root:
-            fates.setdefault((ending.noun, fate(ending)), []).append(str(ending.number))
-    return [_told_of(noun, numbers, what) for (noun, what), numbers in fates.items()]
+            alike.setdefault(_likeness(ending, root), []).append(ending)
+    lines = []
+    for likeness, ones in alike.items():
+        if likeness == _SAME and root is not None:
+            lines.append(f"{_names(ones)}: same error as {root.name}")
+        else:
+            lines.append(f"{_names(ones)} {_common_way(ones)}")
+    return lines
 
 
-def _told_of(noun: str, numbers: list[str], what: str) -> str:
-    if len(numbers) == 1:
-        return f"{noun} {numbers[0]} {what}"
-    first, _, rest = what.partition(" ")
-    return f"{noun}s {', '.join(numbers)} {'were' if first == 'was' else first} {rest}"
+_SAME = "same error as the root cause"
+_BROKEN = "another error of a broken group"
 
 
-def fate(ending: Ending) -> str:
-    """How it ended, to be said after its name."""
+def _likeness(ending: Ending, root: Ending | None) -> str:
+    """What workers that share a line have in common."""
+    report = ending.report
+    if root is not None and report is not None and not ending.stopped:
+        if root.report is not None and report.traceback == root.report.traceback:
+            return _SAME
+        if report.broken:
+            return _BROKEN
+    return how_it_ended(ending)
+
+
+def _common_way(endings: list[Ending]) -> str:
+    ways = {how_it_ended(ending) for ending in endings}
+    if len(ways) > 1:
+        return f"failed in consequence; {endings[0].name} {how_it_ended(endings[0])}"
+    what = ways.pop()
+    return what.replace("was ", "were ", 1) if len(endings) > 1 and what.startswith("was ") else what
+
+
+def _names(endings: list[Ending]) -> str:
+    """For example "rank 2" or "ranks 0-4, 6"."""
+    return f"{endings[0].noun}{'s' * (len(endings) > 1)} {rank_ranges(ending.number for ending in endings)}"
+
+
+def how_it_ended(ending: Ending) -> str:
+    """Say how a worker ended, to follow its name."""
     if ending.stopped:
         return "was stopped"
+    if ending.left_early:
+        how = ending.report.summary() if ending.report is not None else "exited with code 0"
+        return f"{how} while other ranks still needed it"
     if ending.report is not None:
         return ending.report.summary()
-    if ending.status < 0 and ending.doom:
-        return ending.doom
+    if ending.status < 0 and ending.kill_reason:
+        return ending.kill_reason
     if ending.status < 0:
         return f"was killed by {_signal_name(-ending.status)}{_hint(-ending.status)}"
     if ending.result_missing:
@@ -178,10 +247,13 @@ def fate(ending: Ending) -> str:
     return f"exited with code {ending.status}"
 
 
-def explain(root: Ending, last_lines: Sequence[str]) -> str:
-    """The root cause in full: its traceback, or where there is none the last that it printed."""
+def explain(root: Ending, last_lines: Sequence[str], *, with_message: bool = True) -> str:
+    """Describe the root cause in full: with its traceback, or without one with the last lines that it printed.
+
+    `with_message=False` leaves out the exception's own text after the frames, for a reader who sees it elsewhere.
+    """
     if root.report is not None and root.report.type != "SystemExit":
-        details = root.report.traceback.rstrip("\n")
+        details = root.report.traceback.rstrip("\n") if with_message else root.report.frames()
     else:
         details = "\n".join(["Its last output:", *last_lines]) if last_lines else ""
     return f"{describe(root)}\n{details}".rstrip("\n")
@@ -195,5 +267,5 @@ def _signal_name(number: int) -> str:
 
 
 def _hint(number: int) -> str:
-    """Nobody tells who has sent a signal: only where it can also come from."""
+    """The sender of a signal is unknown: name the kernel where it is a likely one."""
     return ", which the kernel also sends when memory runs out" if number == signal.SIGKILL else ""

@@ -8,30 +8,30 @@ import shutil
 from collections.abc import Sequence
 from typing import TextIO
 
-OUT, ERR = 0, 1  # which of the two streams a line came from, and goes to
+OUT, ERR = 0, 1  # the stream that a line was written to, and is shown on
 _ERASE = "\r\x1b[2K"
 _RESET = "\x1b[0m"
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 
 class Screen:
-    """Standard output and standard error of this process, as the workers share them. For one thread at a time.
+    """Standard output and standard error of this process, which the workers share. For one thread at a time.
 
-    A stream that fails (a closed pipe) is given up: the job goes on, and the logs have everything.
+    A stream that fails (a closed pipe) is not used any more: the job continues, and the logs have everything.
     """
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._streams: list[TextIO | None] = [out, err]
         self._terminal = [_is_terminal(stream) for stream in (out, err)]
         self._prefixes: dict[tuple[str, int], str] = {}
-        self._bottom = ""  # the unfinished line that stands at the bottom of the terminal
-        self._bottom_of: tuple[str, int] | None = None  # whose it is: label and stream
+        self._bottom = ""  # the unfinished line at the bottom of the terminal
+        self._bottom_of: tuple[str, int] | None = None  # the label and stream of that line
 
     def is_terminal(self, stream: int) -> bool:
         return self._terminal[stream]
 
     def show(self, label: str, stream: int, lines: Sequence[str], unfinished: str = "") -> None:
-        """Show whole lines; on a terminal also its unfinished one, which the next call draws over."""
+        """Show whole lines; on a terminal also the unfinished line, which the next call overwrites."""
         prefix = self._prefix(label, stream)
         if not self._terminal[stream]:
             self._write(stream, "".join(f"{prefix}{line}\n" for line in lines))
@@ -45,8 +45,8 @@ class Screen:
         text = "".join(f"{prefix}{_closed(line)}\n" for line in lines)
         self._write(stream, f"{erase}{text}{self._bottom}")
 
-    def say(self, line: str) -> None:
-        """A line of our own, on standard error."""
+    def print_line(self, line: str) -> None:
+        """Show a line of the launcher, on standard error."""
         if self._terminal[ERR]:
             self._write(ERR, f"{_ERASE if self._bottom else ''}{line}\n{self._bottom}")
         else:
@@ -70,14 +70,14 @@ class Screen:
                 encoding = stream.encoding or "ascii"
                 stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
-        except (OSError, ValueError) as error:  # ValueError: somebody closed it
+        except (OSError, ValueError) as error:  # ValueError: the program has closed the stream
             self._streams[number] = None
             if isinstance(error, BrokenPipeError):
                 _drain(stream)
 
 
 def _drain(stream: TextIO) -> None:
-    """Nobody reads this any more: what is left in its buffer must not fail the program when it ends."""
+    """Redirect a stream without a reader to /dev/null, so that flushing it at exit does not fail."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), stream.fileno())
 
@@ -93,19 +93,19 @@ def _coloured(label: str, stream: TextIO) -> str:
     from rich.console import Console
 
     style = _COLOURS[int(label) % len(_COLOURS)] if label.isdecimal() else "dim"
-    console = Console(file=stream)  # knows NO_COLOR and what the terminal can do
+    console = Console(file=stream)  # respects NO_COLOR and the capabilities of the terminal
     with console.capture() as capture:
         console.print(f"[{label}] ", style=style, end="", markup=False, highlight=False)
     return capture.get()
 
 
 def _closed(line: str) -> str:
-    """A colour that the line leaves open must not run into the next one."""
+    """Reset colours at the end of a line, so that they do not continue in the next one."""
     return line + _RESET if "\x1b" in line else line
 
 
 def _shortened(line: str, width: int) -> str:
-    """At most so many columns: a line that wraps could not be drawn over."""
+    """Cut a line to `width` columns: a wrapped line could not be overwritten."""
     from rich.text import Text
 
     text = Text.from_ansi(line)

@@ -1,4 +1,4 @@
-"""Stops workers by increasingly forceful signals: which one is due when. Pure; the time is an argument.
+"""Schedules the signals that stop workers, from SIGINT or SIGTERM to SIGKILL. Pure; the time is an argument.
 
 >>> escalation = StopEscalation(grace=3, kill_after=10)
 >>> escalation.failed(now=100)
@@ -15,7 +15,7 @@ KILL_AFTER = 10.0  # seconds between that and SIGKILL
 
 
 class StopEscalation:
-    """The signals to come. Each is due once; SIGKILL is the last, and never moves to later."""
+    """The scheduled signals. Each is due once. SIGKILL is the last one, and its time never moves to later."""
 
     def __init__(self, grace: float, kill_after: float) -> None:
         self._grace = grace
@@ -28,23 +28,24 @@ class StopEscalation:
         return self._steps[0][0] if self._steps else None
 
     def failed(self, now: float) -> None:
-        """A worker failed: the others may notice by themselves first. Changes nothing once a stop has begun."""
+        """Schedule the stop after a failure: the other workers first have time to end on their own."""
+        # A stop that has already begun keeps its schedule.
         if not self._begun:
             term = now + self._grace
             self._set((term, SIGTERM), (term + self._kill_after, SIGKILL))
 
     def asked(self, number: int, now: float) -> None:
-        """The user wants the job to stop, by this signal at first."""
+        """Schedule the stop that a user asked for, starting with this signal."""
         first, kill = Signals(number), now + self._kill_after
         if first == SIGKILL:
             self._set((now, SIGKILL))
-        elif first == SIGINT:  # Python code can be stuck where no KeyboardInterrupt reaches it; SIGTERM ends it there
+        elif first == SIGINT:  # code that blocks KeyboardInterrupt is ended by SIGTERM
             self._set((now, SIGINT), (kill, SIGTERM), (kill + self._grace, SIGKILL))
         else:
             self._set((now, first), (kill, SIGKILL))
 
     def due(self, now: float) -> list[Signals]:
-        """The signals whose time has come, in order."""
+        """Return the signals that are due, in order, and remove them from the schedule."""
         due = [number for time, number in self._steps if time <= now]
         self._steps = self._steps[len(due) :]
         return due

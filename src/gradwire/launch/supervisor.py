@@ -1,11 +1,11 @@
-"""Starts the workers of a job, watches over them, and ends them together.
+"""Starts the workers of a job, supervises them, and ends them together.
 
-When one fails, `restart_policy` decides: the job goes on without it, or replaces it, or has failed. Then the others get
-a grace period in which they notice by themselves (their collectives raise) and can save what they want; then SIGTERM,
-and later SIGKILL. Whatever a worker has started ends with it. If the supervisor's own process is killed, its guard ends
-the workers.
+When a worker fails, `restart_policy` decides: the job continues without it, replaces it, or has failed. If the job has
+failed, the other workers get a grace period in which their collectives raise and they can save their state; then
+SIGTERM, and later SIGKILL. Processes that a worker has started end with it. If the supervisor's own process is killed,
+its guard kills the workers.
 
-The watching is done by one thread, the printing by another (see `output.py`); the caller only starts, waits and stops.
+One thread supervises and another prints (see `output.py`); the caller starts, waits and stops.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from gradwire.launch.stop_escalation import GRACE, KILL_AFTER, StopEscalation
 from gradwire.launch.worker_process import Task, Worker
 from gradwire.launch.worker_setup import WorkerSetup
 
-_ASK_EVERY = 0.02  # seconds, for news that no descriptor tells
-_LAST_WORDS = 3.0  # seconds for what ran beside the workers to end, when they are gone
+_POLL_SECONDS = 0.02  # between checks for changes that no descriptor shows
+_AUXILIARY_SECONDS = 3.0  # for the auxiliary processes to end when the workers are gone
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Outcome:
     """How the job ended."""
 
     endings: tuple[Ending, ...]
-    root: Ending | None  # the failure that explains the others; None if the job ended well all the same
-    last_lines: tuple[str, ...]  # that the failed worker printed
-    stopped_by: int | None  # the signal that `stop` was given, if the job did not end before
+    root: Ending | None  # the failure that explains the others; None if the job ended well
+    last_lines: tuple[str, ...]  # printed by the worker that is the root cause
+    stopped_by: int | None  # the signal given to `stop`, if the job had not ended before
 
     @property
     def exit_code(self) -> int:
@@ -56,16 +56,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Succession:
-    """A worker that is to be replaced, and when."""
+    """A worker to be replaced, and when."""
 
     lost: Worker
     due: float
 
 
 class Supervisor:
-    """One job on this machine: `start`, `wait`, `stop`, and `workers` with their pids in between.
+    """One job on this machine: `start`, `wait`, `stop`, and its `workers`.
 
-    As a context manager it starts the job, and leaves nothing of it behind.
+    As a context manager it starts the job and ends all of its processes.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class Supervisor:
         self._output = output or Output()
         self._escalation = StopEscalation(grace, kill_after)
         self._local_ranks: dict[int, int] = {}
-        self._beside: list[Worker] = []  # processes that are no workers
+        self._auxiliary: list[Worker] = []  # processes that are not workers
         self._judged: set[int] = set()
-        self._successions: list[_Succession] = []  # to come
-        self._unanswered: list[Worker] = []  # that failed and were not replaced
-        self._given_up_at: int | None = None  # how many of these there were when the job failed
+        self._successions: list[_Succession] = []  # pending
+        self._unanswered: list[Worker] = []  # workers that failed and were not replaced
+        self._given_up_at: int | None = None  # index in it of the failure that ended the job
         self._requests: collections.deque[int] = collections.deque()
         self._stopped_by: int | None = None
         self._selector = selectors.DefaultSelector()
-        self._news: socket.socket | None = None
-        self._wake: socket.socket | None = None
+        self._wake_receiver: socket.socket | None = None
+        self._wake_sender: socket.socket | None = None
         self._guard: Guard | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
@@ -115,7 +115,7 @@ class Supervisor:
             with deferred_signals():
                 self._start()
         except BaseException as error:
-            if self._thread is not None and self._thread.ident is not None:  # an interrupt that came meanwhile
+            if self._thread is not None and self._thread.ident is not None:  # an interrupt arrived meanwhile
                 self.stop(signal.SIGKILL)
                 self._thread.join()
             else:
@@ -125,9 +125,9 @@ class Supervisor:
             raise
 
     def _start(self) -> None:
-        self._news, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        self._selector.register(self._news, selectors.EVENT_READ)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._guard = Guard()
         self._setup.start(self)
         for local_rank in range(self.size):
@@ -137,10 +137,10 @@ class Supervisor:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether the job has ended; `outcome` then says how."""
+        """Wait until the job has ended, and return whether it has; then `outcome` is set."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.is_set():
-            # In short waits: a signal that another thread receives does not interrupt a long one.
+            # Short waits, because a signal that another thread receives does not interrupt a long one.
             left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
             if left <= 0:
                 return False
@@ -150,7 +150,7 @@ class Supervisor:
         return True
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Tell all workers to stop, by this signal first. Returns at once, and may be called from a signal handler."""
+        """Ask for the stop of all workers, with this signal first. Returns at once; signal handlers may call it."""
         self._requests.append(number)
         self.wake()
 
@@ -165,47 +165,47 @@ class Supervisor:
             self.stop(signal.SIGINT if kind is KeyboardInterrupt else signal.SIGTERM)
         try:
             self.wait()
-        except KeyboardInterrupt:  # an impatient one
+        except KeyboardInterrupt:  # a second Ctrl-C
             self.stop(signal.SIGKILL)
             self.wait()
             raise
 
-    # -- for the setup, and for trouble -------------------------------------------------------------------------------
+    # -- for the setup and fault injection ----------------------------------------------------------------------------
 
     def wake(self) -> None:
-        if self._wake is not None:
-            with contextlib.suppress(OSError):  # the job has ended; or it is about to wake anyway
-                self._wake.send(b".")
+        if self._wake_sender is not None:
+            with contextlib.suppress(OSError):  # the job has ended, or the thread will wake anyway
+                self._wake_sender.send(b".")
 
-    def say(self, line: str) -> None:
-        self._output.say(line)
+    def print_line(self, line: str) -> None:
+        self._output.print_line(line)
 
     def start_process(self, label: str, log: str, task: Task, environ: Mapping[str, str]) -> Worker:
-        process = self._launch(len(self._beside), label, log, task, environ, noun=label, shown=False)
-        self._beside.append(process)
+        process = self._launch(len(self._auxiliary), label, log, task, environ, noun=label, shown=False)
+        self._auxiliary.append(process)
         return process
 
-    def last_words(self, label: str) -> list[str]:
+    def last_output(self, label: str) -> list[str]:
         return self._output.tail(label, timeout=1.0)
 
     def add_worker(self) -> Worker | None:
-        """One more, in the place of nobody; None if there is nothing left to do."""
+        """Start one more worker, without replacing one; None if the work of the job is done."""
         if self.restarts.done:
             return None
         taken = {self._local_ranks[number] for number in self.restarts.living}
         taken |= {self._local_ranks[one.lost.number] for one in self._successions}
         return self._start_worker(min(set(range(len(taken) + 1)) - taken))
 
-    def disturb(self, action: str, workers: Sequence[Worker]) -> str:
-        return self._setup.disturb(action, workers)
+    def inject(self, action: str, workers: Sequence[Worker]) -> str:
+        return self._setup.inject(action, workers)
 
     # -- the supervisor's thread --------------------------------------------------------------------------------------
 
     def _start_worker(self, local_rank: int) -> Worker:
         number, noun = len(self.workers), self._setup.noun
-        equipment = self._setup.equip(number, local_rank)
-        task = replace(self._task, inherited=self._task.inherited + equipment.inherited)
-        worker = self._launch(number, str(number), f"{noun}-{number}.log", task, equipment.environ, noun)
+        surroundings = self._setup.environment_of(number, local_rank)
+        task = replace(self._task, inherited=self._task.inherited + surroundings.inherited)
+        worker = self._launch(number, str(number), f"{noun}-{number}.log", task, surroundings.environ, noun)
         self.workers += (worker,)
         self._local_ranks[number] = local_rank
         self.restarts.started(number)
@@ -224,9 +224,9 @@ class Supervisor:
         shown: bool = True,
     ) -> Worker:
         assert self._guard is not None
-        with self._output.pipes(label, log, shown=shown) as (out, err):
-            worker = Worker(number, task, environ, out, err, noun)
-        self._guard.watch(worker.pid)  # before it may run, so that nothing can ever escape
+        with self._output.pipes(label, log, shown=shown) as pipes:
+            worker = Worker(number, task, environ, pipes, noun)
+        self._guard.watch(worker.pid)  # before it may run, so that the guard knows every process
         worker.release()
         for fd in worker.descriptors():
             self._selector.register(fd, selectors.EVENT_READ, worker)
@@ -237,7 +237,7 @@ class Supervisor:
             if self._chaos is not None:
                 self._injector = FaultInjector(self._chaos, self, time.monotonic())
             self._watch_until_gone()
-            self._see_output_through()
+            self._finish_output()
             root = self._root()
             last_lines = tuple(self._output.tail(str(root.number))) if root is not None else ()
             self.outcome = Outcome(self._endings(), root, last_lines, self._stopped_by)
@@ -252,24 +252,24 @@ class Supervisor:
             self._watch(self._pause())
             self._act(time.monotonic())
         self._setup.stop()
-        deadline = time.monotonic() + _LAST_WORDS
-        while not all(process.gone for process in self._beside) and time.monotonic() < deadline:
-            self._watch(_ASK_EVERY)
+        deadline = time.monotonic() + _AUXILIARY_SECONDS
+        while not all(process.gone for process in self._auxiliary) and time.monotonic() < deadline:
+            self._watch(_POLL_SECONDS)
 
     def _watch(self, pause: float | None) -> None:
-        assert self._news is not None
+        assert self._wake_receiver is not None
         for key, _ in self._selector.select(pause):
             if key.data is None:
-                self._news.recv(4096)
-            elif key.fd in self._selector.get_map():  # its other descriptor may have told already
+                self._wake_receiver.recv(4096)
+            elif key.fd in self._selector.get_map():  # an event on its other descriptor may have unregistered it
                 self._update(key.data)
-        for process in (*self.workers, *self._beside):
-            if process.must_be_asked:
+        for process in (*self.workers, *self._auxiliary):
+            if process.needs_polling:
                 self._update(process)
 
     def _pause(self) -> float | None:
-        """How long nothing needs to be done if no descriptor tells."""
-        pauses = [_ASK_EVERY] if any(process.must_be_asked for process in (*self.workers, *self._beside)) else []
+        """Return how long the thread may wait for descriptors; None: without limit."""
+        pauses = [_POLL_SECONDS] if any(process.needs_polling for process in (*self.workers, *self._auxiliary)) else []
         dues = [self._escalation.next_due, self._setup.next_due, self._injector.next_due if self._injector else None]
         for due in dues + [one.due for one in self._successions]:
             if due is not None:
@@ -293,11 +293,11 @@ class Supervisor:
             number = self._requests.popleft()
             self._stopped_by = self._stopped_by or number
             self._escalation.asked(number, now)
-            self._end_begins()
+            self._prepare_end()
         for worker in self.workers:
             if worker.number not in self._judged and (worker.ending is not None or worker.has_failed(now)):
                 self._judge(worker, now)
-        self._setup.attend(now)
+        self._setup.update(now)
         self._replace(now)
         if self._injector is not None:
             self._injector.make(now)
@@ -310,7 +310,7 @@ class Supervisor:
         if worker.ending is not None and worker.ending.stopped:
             self.restarts.living.discard(worker.number)
             return
-        end = worker.fate
+        end = worker.end_kind
         verdict = self.restarts.ended(worker.number, end, worker.failure_time(now))
         if end is EndKind.WELL:
             return
@@ -318,44 +318,44 @@ class Supervisor:
             verdict = self._replaced(worker, now)
         else:
             self._unanswered.append(worker)
-            self._tell(worker, verdict)
+            self._report(worker, verdict)
         if verdict is Verdict.GIVE_UP:
             self._give_up(now)
-        elif worker.ending is None:  # it has raised, but a thread holds it
+        elif worker.ending is None:  # an exception ended the script, but a thread keeps the process alive
             worker.signal(signal.SIGKILL, now)
 
     def _replaced(self, worker: Worker, now: float) -> Verdict:
-        """Replace it at once; or later, if one after the other has died young in its place."""
+        """Replace a worker at once, or later after several early failures in its place."""
         lived = worker.failure_time(now) - worker.began
         delay = self.restarts.delay(self._local_ranks[worker.number], lived, killed=worker.was_killed)
         if not delay:
             return self._succeed(worker)
         self._successions.append(_Succession(worker, now + delay))
-        self.restarts.coming += 1
-        self._tell(worker, Verdict.REPLACE, delay=delay)
+        self.restarts.pending += 1
+        self._report(worker, Verdict.REPLACE, delay=delay)
         return Verdict.REPLACE
 
     def _replace(self, now: float) -> None:
-        """Start the replacements for which it is time; none if there is nothing left for them to do."""
+        """Start the replacements that are due; drop all of them if they would find no work."""
         over = self.restarts.over
         for one in [one for one in self._successions if over or one.due <= now]:
             self._successions.remove(one)
-            self.restarts.coming -= 1
+            self.restarts.pending -= 1
             if over:
                 self._unanswered.append(one.lost)
             elif self._succeed(one.lost) is Verdict.GIVE_UP:
                 self._give_up(now)
 
     def _succeed(self, worker: Worker) -> Verdict:
-        """Start the successor of a worker; what becomes of the job if that cannot be done."""
+        """Start the successor of a worker; return what happens to the job, also if the start fails."""
         successor = self._successor(worker)
         verdict = Verdict.REPLACE if successor is not None else self.restarts.without_it()
         if successor is None:
             self._unanswered.append(worker)
-        self._tell(worker, verdict, successor)
+        self._report(worker, verdict, successor)
         return verdict
 
-    def _tell(self, worker: Worker, verdict: Verdict, successor: Worker | None = None, delay: float = 0.0) -> None:
+    def _report(self, worker: Worker, verdict: Verdict, successor: Worker | None = None, delay: float = 0.0) -> None:
         if self._given_up_at is None:
             self._setup.judged(worker, verdict, successor, delay)
 
@@ -363,16 +363,16 @@ class Supervisor:
         if self._given_up_at is None:
             self._given_up_at = len(self._unanswered) - 1
         self._escalation.failed(now)
-        self._end_begins()
+        self._prepare_end()
 
     def _successor(self, worker: Worker) -> Worker | None:
         try:
             return self._start_worker(self._local_ranks[worker.number])
         except OSError as error:
-            self.say(f"gradwire: {worker.name} cannot be replaced: {error}")
+            self.print_line(f"gradwire: {worker.name} cannot be replaced: {error}")
             return None
 
-    def _end_begins(self) -> None:
+    def _prepare_end(self) -> None:
         self.restarts.stopping = True
         if self._injector is not None:
             self._injector.stop()
@@ -380,13 +380,15 @@ class Supervisor:
     def _root(self) -> Ending | None:
         if self._given_up_at is not None:
             endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
-            return root_cause.of_failure(endings, self._given_up_at)
-        if self._stopped_by is not None:
+            root = root_cause.of_failure(endings, self._given_up_at)
+        elif self._stopped_by is not None:
             return None
-        return root_cause.of_end(self._endings(), self.restarts.errors, formed=self._setup.formed)
+        else:
+            root = root_cause.of_end(self._endings(), self.restarts.errors, formed=self._setup.formed)
+        return root_cause.or_early_exit(root, self._endings())
 
-    def _see_output_through(self) -> None:
-        """A reader of our output may be slow or paused, and then has all the time unless we are told to stop."""
+    def _finish_output(self) -> None:
+        """Wait until all output is shown. A slow or paused reader may take any time, unless `stop` is called."""
         while not self._output.close(timeout=0.2):
             if self._requests or self._stopped_by:
                 return
@@ -395,8 +397,8 @@ class Supervisor:
         return tuple(worker.ending for worker in self.workers if worker.ending is not None)
 
     def _release(self) -> None:
-        """Whatever happened, nothing of the job is left."""
-        for process in (*self.workers, *self._beside):
+        """End all processes and release everything, also after an error."""
+        for process in (*self.workers, *self._auxiliary):
             if not process.gone:
                 process.kill()
             process.close()
@@ -405,6 +407,6 @@ class Supervisor:
         self._setup.close()
         self._output.close(timeout=1.0)
         self._selector.close()
-        for end in (self._news, self._wake):
+        for end in (self._wake_receiver, self._wake_sender):
             if end is not None:
                 end.close()

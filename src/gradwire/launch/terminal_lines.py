@@ -1,7 +1,8 @@
 r"""Splits the bytes of a stream into lines as a terminal would show them.
 
-Progress bars draw over one line with carriage returns: such a line counts as its last drawing. Bytes that are not UTF-8
-and control characters are shown escaped; colours stay, movements of the cursor go, since the line will stand elsewhere.
+Progress bars overwrite one line by carriage returns: only the last state of such a line counts. Bytes that are not
+UTF-8 and control characters are shown escaped. Colours stay; cursor movements are removed, since the line is shown at
+another place.
 
 >>> lines = Lines()
 >>> lines.feed(b"one\r\ntw"), lines.feed(b"o\n 10%\r 20%\r")
@@ -17,7 +18,7 @@ from __future__ import annotations
 import codecs
 import re
 
-_LONGEST = 1 << 16  # characters; a line longer than that is cut, so that no stream can fill the memory
+_LONGEST = 1 << 16  # characters; a longer line is split, so that no stream can fill the memory
 _CONTROLS: dict[int, str | None] = {code: f"\\x{code:02x}" for code in [*range(32), 127]}
 _CONTROLS |= {ord(kept): kept for kept in "\t\n\r\a\x1b"} | {ord("\b"): None}
 # Control sequences except colours (which end in m), titles of windows, other escapes, the bell.
@@ -29,25 +30,25 @@ class Lines:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        self._drawn = ""  # what stood on the line before the last carriage return
-        self._rest = ""  # after it
+        self._drawn = ""  # the text of the line before the last carriage return
+        self._rest = ""  # the text after it
 
     @property
     def unfinished(self) -> str:
-        """The line that has no end yet, as a terminal would show it."""
+        """The line without a newline yet, as a terminal would show it."""
         return _without_cursor_movements(self._rest or self._drawn)
 
     @property
     def redrawn(self) -> bool:
-        """Whether the unfinished line is being drawn over, as progress bars do."""
+        """Whether the unfinished line is being overwritten, as progress bars do."""
         return bool(self._drawn)
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes."""
+        """Return the lines that `data` completes."""
         return self._cut(self._decoder.decode(data))
 
     def end(self) -> list[str]:
-        """What is left when the stream has ended: at most one line, which lacks its newline."""
+        """Return the rest when the stream has ended: lines, the last of them without its newline."""
         lines = self._cut(self._decoder.decode(b"", final=True))
         if self._rest or self._drawn:
             lines.append(self._finish())

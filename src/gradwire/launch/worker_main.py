@@ -1,14 +1,19 @@
 """The first code in a worker process: waits for the start signal, runs the task, reports its end to the supervisor.
 
-    python worker_main.py CHANNEL script PATH ARGS…     as `python PATH ARGS…` would
-    python worker_main.py CHANNEL module NAME ARGS…     as `python -m NAME ARGS…` would
-    python worker_main.py CHANNEL function PAYLOAD      a pickled call; the result goes back
+    python worker_main.py CHANNEL TRACEBACKS script PATH ARGS…     as `python PATH ARGS…` would
+    python worker_main.py CHANNEL TRACEBACKS module NAME ARGS…     as `python -m NAME ARGS…` would
+    python worker_main.py CHANNEL TRACEBACKS function PAYLOAD      calls a pickled function and sends the result back
 
-CHANNEL and PAYLOAD are inherited file descriptors. Started by path and with hardly an import: a script finds loaded
-what plain Python would have loaded (so it can still set variables before it imports NumPy).
+CHANNEL, TRACEBACKS and PAYLOAD are inherited file descriptors. This file is started by its path and imports almost
+nothing, so the script finds only those modules loaded that plain Python would have loaded. The script can therefore
+still set variables before it imports NumPy.
 
 On the channel each message is a kind (one byte), a length (eight bytes) and that many bytes:
 E a report of the uncaught exception (JSON) · X that exception, pickled · R the result, pickled.
+
+An uncaught exception that was reported is printed by the launcher, once for all workers that raised it. Its full
+traceback goes to TRACEBACKS, which leads to the worker's log file. Without a launcher that takes the report, or with
+a `sys.excepthook` of the script's own, the exception is printed to standard error as usual.
 """
 
 from __future__ import annotations
@@ -25,52 +30,61 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 REPORT, EXCEPTION, RESULT = b"E", b"X", b"R"
-FINISHED = "gradwire.errors.Finished"  # a worker that comes when all is done has not failed
+FINISHED = "gradwire.errors.Finished"  # a worker that starts after the work is done has not failed
 HEADER_SIZE = 9
 
 
 class Untransferable(Exception):
-    """The call could not be unpacked here, or its result not be packed."""
+    """The call could not be unpickled here, or its result not be pickled."""
 
 
-class Channel:
-    """The worker's end. Processes that it forks have none: they must not speak for it."""
+class OwnDescriptor:
+    """An inherited file descriptor that only this process uses: processes that it forks close their copy."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._owner = os.getpid()
         self._inode = os.fstat(fd).st_ino
         os.set_inheritable(fd, False)
-        os.register_at_fork(after_in_child=self._drop)
+        os.register_at_fork(after_in_child=self._close)
 
-    def wait_for_start(self) -> None:
-        """Nothing runs before the guard knows of this process; if that will never be, end here."""
-        if not os.read(self._fd, 1):
-            os._exit(1)
-
-    def send(self, kind: bytes, body: bytes) -> None:
+    def write(self, data: bytes) -> bool:
+        """Write all bytes. Return False in a forked child, and if the program has closed the descriptor."""
         if os.getpid() != self._owner or not self._is_open():
-            return
-        for part in (kind + len(body).to_bytes(HEADER_SIZE - 1, "big"), body):
-            rest = memoryview(part)
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
+            return False
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+        return True
 
     def _is_open(self) -> bool:
-        """Some programs close descriptors that they do not know, and the number can then be a file of theirs."""
+        """Some programs close all descriptors, and the number can then belong to a file of theirs."""
         try:
             return os.fstat(self._fd).st_ino == self._inode
         except OSError:
             return False
 
-    def _drop(self) -> None:
+    def _close(self) -> None:
         if self._is_open():
             os.close(self._fd)
 
 
+class Channel(OwnDescriptor):
+    """The worker's end of the socket to the supervisor."""
+
+    def wait_for_start(self) -> None:
+        """Wait until the supervisor's guard watches this process; exit if the supervisor is gone."""
+        if not os.read(self._fd, 1):
+            os._exit(1)
+
+    def send(self, kind: bytes, body: bytes) -> bool:
+        """Send a message; False if there is no supervisor to receive it."""
+        return self.write(kind + len(body).to_bytes(HEADER_SIZE - 1, "big")) and self.write(body)
+
+
 def main() -> None:
-    fd, kind, *rest = sys.argv[1:]
-    channel = Channel(int(fd))
+    channel_fd, tracebacks_fd, kind, *rest = sys.argv[1:]
+    channel, tracebacks = Channel(int(channel_fd)), OwnDescriptor(int(tracebacks_fd))
     channel.wait_for_start()
     try:
         if kind == "function":
@@ -80,15 +94,16 @@ def main() -> None:
         else:
             _run_script(*rest)
     except BaseException as error:
+        reported = False
         try:
-            _report(channel, error, whole=kind == "function")
-        except Exception as problem:  # no memory, no supervisor: what happened is still to be shown
+            reported = _report(channel, error, whole=kind == "function")
+        except Exception as problem:  # no memory or no supervisor: the error must be printed all the same
             print(f"gradwire: the next error could not be reported to the supervisor: {problem!r}", file=sys.stderr)
         if _name(type(error)) == FINISHED:
             print(f"gradwire: {_text(error)}", file=sys.stderr)
             sys.exit(0)
-        _hide_own_frames()
-        raise  # for Python to end as it always does: hooks, exit code, signal
+        _set_excepthook(tracebacks if reported else None)
+        raise  # Python ends the process as usual: hook, exit code, signal
 
 
 def _run_script(path: str, *args: str) -> None:
@@ -133,9 +148,9 @@ def _find(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
     except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(f"{error.name}."):  # a package above it is missing
+        if error.name is not None and name.startswith(f"{error.name}."):  # a parent package is missing
             _give_up(f"Error while finding module specification for {name!r} (ModuleNotFoundError: {error})")
-        raise  # an import inside such a package has failed, and its traceback says where
+        raise  # an import inside a parent package has failed, and its traceback shows where
 
 
 def _give_up(reason: str) -> NoReturn:
@@ -144,7 +159,7 @@ def _give_up(reason: str) -> NoReturn:
 
 def _first_on_path(folder: str) -> None:
     if not sys.flags.safe_path:
-        sys.path[0] = folder  # where the folder of this file stands, as for any script
+        sys.path[0] = folder  # replaces the folder of this file, which Python has put there
 
 
 def _run(code: CodeType, **attributes: Any) -> None:
@@ -155,8 +170,8 @@ def _run(code: CodeType, **attributes: Any) -> None:
 
 
 def _run_function(channel: Channel, payload: int) -> None:
-    sys.modules["__main__"] = type(sys)("__main__")  # empty, as in an interactive session: there is no script
-    sys.excepthook = lambda kind, error, trace: None  # it is the caller who will see the error
+    sys.modules["__main__"] = type(sys)("__main__")  # empty: there is no script
+    sys.excepthook = lambda kind, error, trace: None  # the caller of `gw.launch` gets the error
     function, args = _unpacked(payload)
     channel.send(RESULT, _packed(function(*args)))
 
@@ -188,7 +203,8 @@ def _packed(result: object) -> bytes:
         raise Untransferable(f"the result cannot be sent back: {_summary(error)}") from None
 
 
-def _report(channel: Channel, error: BaseException, *, whole: bool) -> None:
+def _report(channel: Channel, error: BaseException, *, whole: bool) -> bool:
+    """Send what the supervisor needs to know of an uncaught exception; `whole`: and the exception itself."""
     import json
     import time
 
@@ -201,17 +217,22 @@ def _report(channel: Channel, error: BaseException, *, whole: bool) -> None:
         "traceback": _traceback(error),
         "place": _place(error),
         "broken": broken is not None,
+        "lost": broken is not None and _has_base(broken, "PeerLost"),
         "culprit": culprit if isinstance(culprit, int) else None,
     }
-    channel.send(REPORT, json.dumps(report).encode())
+    sent = channel.send(REPORT, json.dumps(report).encode())
     if whole and isinstance(error, Exception) and not isinstance(error, Untransferable):
         import cloudpickle
 
         channel.send(EXCEPTION, cloudpickle.dumps(error))
+    return sent
 
 
 def _broken(error: BaseException) -> BaseException | None:
-    """The error of a broken group that this one is, holds or came from. Found by name: gradwire may not be loaded."""
+    """Return the error of a broken group that an error is, holds or was caused by.
+
+    It is found by the name of its class, because gradwire may not be loaded.
+    """
     found: list[BaseException | None] = [error]
     seen = set()
     while found:
@@ -219,10 +240,14 @@ def _broken(error: BaseException) -> BaseException | None:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        if any((kind.__module__, kind.__qualname__) == ("gradwire.errors", "Broken") for kind in type(one).__mro__):
+        if _has_base(one, "Broken"):
             return one
         found += [one.__context__, one.__cause__, *getattr(one, "exceptions", ())]
     return None
+
+
+def _has_base(error: BaseException, name: str) -> bool:
+    return any((kind.__module__, kind.__qualname__) == ("gradwire.errors", name) for kind in type(error).__mro__)
 
 
 def _name(kind: type[BaseException]) -> str:
@@ -234,7 +259,7 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "(its text cannot be made)"
+        return "(str() of this error failed)"
 
 
 def _summary(error: BaseException) -> str:
@@ -242,13 +267,26 @@ def _summary(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
+    """The traceback for people: without frames of this file, and without frames inside gradwire if it is loaded."""
+    error.__traceback__ = _own_part_cut(error.__traceback__)
+    if "gradwire" in sys.modules:
+        try:
+            from gradwire.tracebacks import format_exception
+
+            return format_exception(error)
+        except ImportError:  # gradwire is loaded in part: its own import has failed
+            pass
+    return _full_traceback(error)
+
+
+def _full_traceback(error: BaseException) -> str:
     import traceback
 
-    return "".join(traceback.format_exception(type(error), error, _own_part_cut(error.__traceback__)))
+    return "".join(traceback.format_exception(error))
 
 
 def _place(error: BaseException) -> str:
-    """Where in the script it came up, for errors whose whole traceback would say too much."""
+    """Return the line of the script that raised or called what raised, for errors that are shown in one line."""
     trace = _own_part_cut(error.__traceback__)
     return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
 
@@ -259,11 +297,15 @@ def _own_part_cut(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _hide_own_frames() -> None:
+def _set_excepthook(tracebacks: OwnDescriptor | None) -> None:
+    """Hide the frames of this file. With `tracebacks`, print there what nothing but the default hook would print."""
     hook = sys.excepthook
+    default = hook is sys.__excepthook__ or getattr(hook, "__module__", "") == "gradwire.tracebacks"
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         error.__traceback__ = _own_part_cut(error.__traceback__)
+        if default and tracebacks is not None and tracebacks.write(_full_traceback(error).encode(errors="replace")):
+            return
         hook(kind, error, error.__traceback__)
 
     sys.excepthook = show

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gradwire.launch import process_tree, worker_main
+from gradwire.launch.output import Pipes
 from gradwire.launch.restart_policy import EndKind
 from gradwire.launch.root_cause import Ending, Report
 
-_LAST_STEPS = 2.0  # seconds from an uncaught exception to the exit, before it counts as hanging
-_CHUNK = 1 << 20  # bytes taken for a message at first; as many again whenever they have come
-_UNKNOWN = 255  # the exit code of a process that somebody else has reaped
+_LAST_STEPS = 2.0  # seconds between an uncaught exception and the exit, after which the process counts as hanging
+_CHUNK = 1 << 20  # bytes allocated for a message at first; the buffer doubles as the bytes arrive
+_UNKNOWN = 255  # the exit code of a process that other code has reaped
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Task:
 
     arguments: tuple[str, ...]
     inherited: tuple[int, ...] = ()  # file descriptors that the arguments name
-    returns: bool = False  # a worker that ends without having sent a result has failed
+    returns: bool = False  # a worker that exits without a result has failed
 
     @classmethod
     def script(cls, path: str, *args: str) -> Task:
@@ -39,9 +40,9 @@ class Task:
 
 
 class Worker:
-    """A handle: `number` (the rank, where ranks stay), `pid`, and `ending` once the process has ended.
+    """A worker's process: `number` (the rank, in jobs of fixed size), `pid`, and `ending` once it has ended.
 
-    It is reaped only when its whole session is gone, so until then its number cannot mean anybody else.
+    The process is reaped only when its whole session is gone, so its pid is not reused before that.
     """
 
     def __init__(
@@ -49,40 +50,45 @@ class Worker:
         number: int,
         task: Task,
         environ: Mapping[str, str],
-        out: int,
-        err: int,
+        pipes: Pipes,
         noun: str = "rank",
         *,
         leftover_seconds: float = 1.0,
         unkillable_seconds: float = 5.0,
     ) -> None:
-        """What the process leaves behind (multiprocessing's resource tracker) has `leftover_seconds` to end, and is
-        killed then. What hangs in the kernel `unkillable_seconds` after it was killed is left there."""
+        """Start the process; it waits for `release`.
+
+        Processes that it leaves behind (multiprocessing's resource tracker) are killed after `leftover_seconds`. A
+        process that still hangs in the kernel `unkillable_seconds` after SIGKILL is abandoned.
+        """
         self.number = number
         self.noun = noun
         self.began = time.monotonic()
-        self.doom = ""  # what was done to it on purpose, for those who read how it ended
+        self.kill_reason = ""  # why the supervisor killed it, for the report of how it ended
         self.report: Report | None = None
         self.result: bytearray | None = None
-        self.exception: bytearray | None = None  # pickled, where the report's exception could be
+        self.exception: bytearray | None = None  # the exception of the report, if it could be pickled
         self.ending: Ending | None = None
-        self.gone = False  # it and all that it started
+        self.gone = False  # the process and all that it started have ended
         self._leftover_seconds = leftover_seconds
         self._unkillable_seconds = unkillable_seconds
         self._returns = task.returns
-        self._told: float | None = None
-        self._killed: float | None = None
+        self._stop_sent: float | None = None
+        self._killed_at: float | None = None
         self._channel, theirs = socket.socketpair()
         self._messages = MessageReader(self._channel)
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, worker_main.__file__, str(theirs.fileno()), *task.arguments],
+                    [
+                        *(sys.executable, worker_main.__file__, str(theirs.fileno()), str(pipes.tracebacks)),
+                        *task.arguments,
+                    ],
                     stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
+                    stdout=pipes.out,
+                    stderr=pipes.err,
                     env=dict(environ),
-                    pass_fds=(theirs.fileno(), *task.inherited),
+                    pass_fds=(theirs.fileno(), pipes.tracebacks, *task.inherited),
                     start_new_session=True,
                 )
         except BaseException:
@@ -92,76 +98,77 @@ class Worker:
         self._exit_fd = _exit_fd(self.pid)
 
     def release(self) -> None:
-        """Let it run: it waits for this."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead already, which its exit will tell
+        """Let the process run."""
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # the process is dead; its exit status will show why
             self._channel.send(b".")
         self._channel.setblocking(False)
 
     def descriptors(self) -> Iterator[int]:
-        """What becomes readable when there is news."""
+        """Yield the descriptors that become readable when something has happened."""
         if self.ending is None and not self._messages.ended:
             yield self._channel.fileno()
         if self.ending is None and self._exit_fd is not None:
             yield self._exit_fd
 
     @property
-    def must_be_asked(self) -> bool:
-        """Whether there can be news that no descriptor tells: of its session, of time, on systems without pidfd."""
-        told_by_none = self.ending or self.report or self._killed or self._exit_fd is None
-        return not self.gone and bool(told_by_none)
+    def needs_polling(self) -> bool:
+        """Whether changes are possible that no descriptor shows: in its session, by timeouts, or without pidfd."""
+        return not self.gone and bool(self.ending or self.report or self._killed_at or self._exit_fd is None)
 
     def has_failed(self, now: float) -> bool:
-        """By how it ended; or by an exception that it has reported, if it does not end after it (a thread holds it)."""
+        """Whether the process ended badly, or reported an exception and then did not exit (a thread keeps it alive)."""
         if self.ending is not None:
             return self.ending.failed
         return self.report is not None and self.report.fatal and now >= self.report.time + _LAST_STEPS
 
     @property
-    def fate(self) -> EndKind:
-        """Of one that has ended, or has failed."""
+    def end_kind(self) -> EndKind:
+        """How a worker that has ended or failed did so, for `restart_policy`."""
         if self.ending is not None and not self.ending.failed:
             return EndKind.WELL
         if self.report is not None and self.report.fatal:
-            return EndKind.TURNED_AWAY if self.report.turned_away else EndKind.ERROR
+            return EndKind.REFUSED if self.report.refused else EndKind.ERROR
         return EndKind.LOST if self.ending is not None and self.ending.status < 0 else EndKind.ERROR
 
     @property
     def was_killed(self) -> bool:
-        """By somebody else, and not by an error of its own."""
+        """Whether a signal from outside ended the process, and not an error of its own."""
         return self.ending is not None and self.ending.status in (-signal.SIGKILL, -signal.SIGTERM)
 
     def failure_time(self, now: float) -> float:
         return self.report.time if self.report is not None else now
 
     def signal(self, number: int, now: float) -> None:
-        """Tell the worker to stop; SIGKILL is for its whole session."""
+        """Send a signal that stops the worker; SIGKILL goes to its whole session."""
         if self.gone:
             return
-        if self.ending is None and self._told is None:
-            self._told = now
+        if self.ending is None and self._stop_sent is None:
+            self._stop_sent = now
         if number == signal.SIGKILL:
-            self._killed = now
+            self._killed_at = now
             process_tree.kill(self.pid)
         elif self.ending is None:
             os.kill(self.pid, number)
 
     def update(self, now: float) -> None:
-        """Take in what is new: messages, its exit, the end of all that it started."""
+        """Read new messages, and check for the exit of the process and of all that it started."""
         if self.gone:
             return
         if self.ending is None:
             status = self._status()
-            if self._killed is not None and now >= self._killed + self._unkillable_seconds:
-                status = status or -signal.SIGKILL  # it hangs in the kernel (a driver, a file server): left to it
-            self._listen()
+            if self._killed_at is not None and now >= self._killed_at + self._unkillable_seconds:
+                status = status or -signal.SIGKILL  # it hangs in the kernel (a driver, a file server): abandoned
+            self._read_messages()
             if status is not None:
                 missing = status == 0 and self._returns and self.result is None
-                facts = (self.number, self.pid, status, now, self._told, self.report, missing)
-                self.ending = Ending(*facts, noun=self.noun, doom=self.doom)
+                facts = (self.number, self.pid, status, now, self._stop_sent, self.report, missing)
+                self.ending = Ending(*facts, noun=self.noun, kill_reason=self.kill_reason)
         if self.ending is not None:
-            self._sweep(now - self.ending.time)
+            self._end_session(now - self.ending.time)
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         for kind, body in self._messages.receive():
             if kind == worker_main.REPORT:
                 with contextlib.suppress(ValueError):
@@ -172,7 +179,7 @@ class Worker:
                 self.result = body
 
     def _status(self) -> int | None:
-        """Exit code or minus the signal; the process stays a zombie, which keeps its number."""
+        """Return the exit code or minus the signal; the process stays a zombie, so its pid is not reused."""
         try:
             info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
@@ -181,16 +188,17 @@ class Worker:
             return None
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
-    def _sweep(self, since_exit: float) -> None:
+    def _end_session(self, since_exit: float) -> None:
+        """Kill what the ended process has left behind, after `leftover_seconds`."""
         if not process_tree.is_empty(self.pid) and since_exit < self._leftover_seconds + self._unkillable_seconds:
             if since_exit >= self._leftover_seconds:
                 process_tree.kill(self.pid)
             return
         self.gone = True
 
-    def kill(self, doom: str = "") -> None:
-        """At once, with all that it started; `doom` is what will be said of it."""
-        self.doom = doom
+    def kill(self, kill_reason: str = "") -> None:
+        """Kill the process with all that it started; `kill_reason` describes this in reports."""
+        self.kill_reason = kill_reason
         if not self.gone:
             process_tree.kill(self.pid)
 
@@ -208,8 +216,8 @@ class Worker:
         return f"{self.name} (pid {self.pid})"
 
     def close(self) -> None:
-        """Reap it and close all descriptors; when it is gone."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that cannot even be killed
+        """Reap the process and close all descriptors; call this when it is gone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that cannot be killed
             self._process.wait(self._leftover_seconds)
         self._channel.close()
         if self._exit_fd is not None:
@@ -218,8 +226,11 @@ class Worker:
 
 
 class MessageReader:
-    """Cuts what arrives on a channel into messages. Programs that write into descriptors they do not know may write
-    there too: no length is believed before the bytes have come, and after nonsense nothing more is heard."""
+    """Splits the bytes of a channel into messages.
+
+    A program may write to descriptors that it does not know, so the bytes are not trusted: memory grows with the bytes
+    that have arrived, not with a claimed length, and after a malformed header the rest is ignored.
+    """
 
     def __init__(self, channel: socket.socket) -> None:
         self.ended = False
@@ -227,19 +238,19 @@ class MessageReader:
         self._begin(b"", worker_main.HEADER_SIZE)
 
     def _begin(self, kind: bytes, due: int) -> None:
-        self._kind = kind  # of the message whose body is due; empty while a header is
+        self._kind = kind  # of the message whose body is being read; empty while a header is
         self._due = due
         self._buffer = bytearray(min(due, _CHUNK))
         self._filled = 0
 
     def receive(self) -> Iterator[tuple[bytes, bytearray]]:
-        """The messages that are complete by now."""
+        """Yield the messages that are complete."""
         while not self.ended:
             try:
                 count = self._channel.recv_into(memoryview(self._buffer)[self._filled :])
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # it died with something unread
+            except ConnectionResetError:  # the process died with unread bytes
                 count = 0
             self.ended = count == 0
             self._filled += count

@@ -1,4 +1,4 @@
-"""What a worker needs to start: its environment variables, the coordinator, and the hooks a supervisor calls for it."""
+"""Prepares workers: their environment variables, the coordinator, and the hooks that a supervisor calls."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from gradwire.membership.client.news_pipe import NEWS
 from gradwire.security.secret import TOKEN
 
 LOCAL_SIZE = "LOCAL_WORLD_SIZE"
-# Below the range that Linux takes its own ports from, so that no listener on "any free port" can snatch it.
+# Below the range of ephemeral ports, so that no other listener on "any free port" gets it first.
 _PORTS = range(20000, 30000)
-# A worker that starts a job of its own must not pass on who it is itself. What is not named here (GRADWIRE_TIMEOUT,
-# GRADWIRE_TRANSPORT …) is a setting, which the user gave for all jobs below.
+# A worker that starts another job must not pass on its own identity. Other variables (GRADWIRE_TIMEOUT,
+# GRADWIRE_TRANSPORT …) are settings, which hold for that job too.
 _IDENTITY = {config.RANK, config.SIZE, config.LOCAL_RANK, config.ADDRESS, config.COORDINATOR, config.JOB, TOKEN}
 _IDENTITY |= {config.ELASTIC, config.MEMBER, NEWS}
 _IDENTITY |= {torchrun.RANK, torchrun.SIZE, torchrun.LOCAL_RANK, torchrun.HOST, torchrun.PORT, LOCAL_SIZE}
@@ -32,14 +32,14 @@ _ELASTIC = "TORCHELASTIC_"
 
 
 def without_identity(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of our own environment others may inherit."""
+    """Return the environment without the variables that say which rank of which job this process is."""
     return {name: value for name, value in environ.items() if name not in _IDENTITY and not name.startswith(_ELASTIC)}
 
 
 def shared_by_workers(
     environ: Mapping[str, str], size: int, *, coordinator: str, job: str, token: str, port: int
 ) -> dict[str, str]:
-    """What all workers of the job have in common. `port` is for whatever the script itself serves at MASTER_PORT."""
+    """Return the variables that all workers of a job share. `port` is for a server that the script starts itself."""
     return {
         **_neighbour_settings(environ, size),
         config.SIZE: str(size),
@@ -54,6 +54,7 @@ def shared_by_workers(
 
 
 def of_worker(shared: Mapping[str, str], rank: int) -> dict[str, str]:
+    """Return the variables of one rank."""
     mine = dict.fromkeys((config.RANK, config.LOCAL_RANK, torchrun.RANK, torchrun.LOCAL_RANK), str(rank))
     return {**shared, **mine}
 
@@ -61,7 +62,7 @@ def of_worker(shared: Mapping[str, str], rank: int) -> dict[str, str]:
 def shared_by_members(
     environ: Mapping[str, str], size: int, *, coordinator: str, job: str | None, token: str | None
 ) -> dict[str, str]:
-    """What all workers of an elastic job have in common. Nothing of torchrun's: rank and size would soon be wrong."""
+    """Return the variables that all workers of an elastic job share, without torchrun's: rank and size change."""
     return {
         **_neighbour_settings(environ, size),
         config.ELASTIC: "1",
@@ -72,16 +73,17 @@ def shared_by_members(
 
 
 def of_coordinator(environ: Mapping[str, str], *, job: str, token: str | None) -> dict[str, str]:
+    """Return the variables of the coordinator's process."""
     return {**without_identity(environ), config.JOB: job, **_named(TOKEN, token)}
 
 
 def of_member(
-    shared: Mapping[str, str], member: str, local_rank: int, *, news: str, wish: tuple[int, int] | None
+    shared: Mapping[str, str], member: str, local_rank: int, *, news: str, start_rank: tuple[int, int] | None
 ) -> dict[str, str]:
-    """`wish` is the rank and size that it is to have in the first generation."""
+    """Return the variables of one worker; `start_rank` is its rank and the size in the first generation."""
     mine = {config.MEMBER: member, config.LOCAL_RANK: str(local_rank), NEWS: news}
-    if wish is not None:
-        mine |= {config.RANK: str(wish[0]), config.SIZE: str(wish[1])}
+    if start_rank is not None:
+        mine |= {config.RANK: str(start_rank[0]), config.SIZE: str(start_rank[1])}
     return {**shared, **mine}
 
 
@@ -92,7 +94,7 @@ def _named(name: str, value: str | None) -> dict[str, str]:
 def _neighbour_settings(environ: Mapping[str, str], size: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {
-        # Each worker's libraries would start a thread per core, and n workers together n times too many.
+        # Without this, the libraries of each worker would start one thread per core.
         "OMP_NUM_THREADS": str(max(1, cores // size)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -102,6 +104,7 @@ def _neighbour_settings(environ: Mapping[str, str], size: int) -> dict[str, str]
 
 
 def free_port() -> int:
+    """Return a port that is free on 127.0.0.1 now."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe:
             try:
@@ -113,73 +116,75 @@ def free_port() -> int:
 
 
 class SupervisorAccess(Protocol):
-    """What a setup needs of its supervisor. To be used in the supervisor's own thread, except for `wake`."""
+    """What a setup may use of its supervisor, in the supervisor's own thread; `wake` in any thread."""
 
     restarts: Restarts
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """All that were ever started, by number."""
+        """All workers that were ever started, by number."""
 
     def start_process(self, label: str, log: str, task: Task, environ: Mapping[str, str]) -> Worker:
-        """A process beside the workers that is watched, guarded and logged as they are, but not one of them."""
+        """Start a process that is supervised and logged like a worker, but is none."""
 
-    def last_words(self, label: str) -> list[str]:
-        """What such a process printed last, of one that has ended."""
+    def last_output(self, label: str) -> list[str]:
+        """Return the last lines that such a process printed, after it has ended."""
 
-    def say(self, line: str) -> None: ...
+    def print_line(self, line: str) -> None: ...
 
     def wake(self) -> None:
-        """Make the supervisor attend soon."""
+        """Make the supervisor call `update` soon."""
 
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
+    """What a worker's process gets: variables, and inherited file descriptors."""
+
     environ: Mapping[str, str]
     inherited: tuple[int, ...] = ()
 
 
 class WorkerSetup(Protocol):
-    """All of it happens in the supervisor's thread, `start` before that thread runs."""
+    """The hooks of a supervisor, called in its thread; `start` before that thread runs."""
 
-    noun: str  # what a worker is called: a rank, where its number is its rank
+    noun: str  # "rank" if the number of a worker is its rank, otherwise "worker"
 
     @property
     def formed(self) -> bool:
-        """Whether members have come together, here or elsewhere, as far as is known."""
+        """Whether members have formed a generation, here or elsewhere, as far as is known."""
 
     def start(self, supervisor: SupervisorAccess) -> None: ...
 
-    def equip(self, number: int, local_rank: int) -> WorkerEnvironment:
-        """What the worker that is about to be started gets."""
+    def environment_of(self, number: int, local_rank: int) -> WorkerEnvironment:
+        """Return the environment of a worker that is about to be started."""
 
     def started(self, worker: Worker) -> None: ...
 
     def ended(self, worker: Worker) -> None:
-        """Its process is gone."""
+        """Note that a worker's process has ended."""
 
     def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None, delay: float) -> None:
-        """It failed, or is about to: what became of that. Its successor may start only after a delay."""
+        """Report what the supervisor decided about a failed worker; `delay`: its successor starts later."""
 
-    def attend(self, now: float) -> None:
-        """Whatever there is to do by now."""
+    def update(self, now: float) -> None:
+        """Do what is due."""
 
     @property
     def next_due(self) -> float | None:
-        """When there will be, if nobody wakes the supervisor before."""
+        """When `update` is due next, unless the supervisor is woken earlier."""
 
-    def disturb(self, action: str, workers: Sequence[Worker]) -> str:
-        """Carry out a cut, its healing or a restart of the coordinator for `fault_injection`; returns what was done."""
+    def inject(self, action: str, workers: Sequence[Worker]) -> str:
+        """Cut or heal a link or restart the coordinator for `fault_injection`; return what was done."""
 
     def stop(self) -> None:
-        """The workers are gone; what else was started is told to end."""
+        """Stop other processes that this setup has started; the workers are gone."""
 
     def close(self) -> None:
-        """Whatever happened, nothing is left."""
+        """Release everything, also after an error."""
 
 
 class StaticSetup:
-    """Ranks that stay as they are from the start to the end."""
+    """The setup of a job of fixed size: each worker keeps its rank."""
 
     noun = "rank"
     next_due = None
@@ -202,7 +207,7 @@ class StaticSetup:
             port=free_port(),
         )
 
-    def equip(self, number: int, local_rank: int) -> WorkerEnvironment:
+    def environment_of(self, number: int, local_rank: int) -> WorkerEnvironment:
         return WorkerEnvironment(of_worker(self._shared, number))
 
     def started(self, worker: Worker) -> None:
@@ -214,10 +219,10 @@ class StaticSetup:
     def judged(self, worker: Worker, verdict: Verdict, successor: Worker | None, delay: float) -> None:
         pass
 
-    def attend(self, now: float) -> None:
+    def update(self, now: float) -> None:
         pass
 
-    def disturb(self, action: str, workers: Sequence[Worker]) -> str:
+    def inject(self, action: str, workers: Sequence[Worker]) -> str:
         raise UnsupportedOp(f"the members of this job are fixed: chaos cannot {action} here")
 
     def stop(self) -> None:

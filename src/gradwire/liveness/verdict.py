@@ -10,16 +10,18 @@ yet adopt it. Otherwise a slower rank could take a rank that raised its error an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
 from gradwire.liveness.call_log import Call, CallLog
+from gradwire.topology import rank_ranges
 
 DECISION_SECONDS = 0.03  # from the first finding to the verdict
 CALLS_SECONDS = 0.6  # the same for a mismatch, at most
 MAX_TEXT = 4096
+MAX_ROWS = 8  # ranks up to which a mismatch shows each of them in a row of its own
 MAX_FINDINGS = 256  # findings considered before the verdict; later ones are dropped
 
 _SEVERITY = {"mismatch": 0, "aborted": 1, "given up": 1, "lost": 2, "timeout": 3}
@@ -188,22 +190,22 @@ class Verdict:
         difference = _first_difference(by_rank)
         sequence = difference or finding.sequence
         at = {rank: calls.get(sequence) for rank, calls in by_rank.items()}
-        lines = []
+        rows = {}
         for rank in self._members.get(finding.group, sorted(at)):
             call = at.get(rank)
             newest = max(by_rank.get(rank, {}).values(), key=lambda c: c.sequence, default=None)
             if call is not None:
-                lines.append(f"  rank {rank}: {call}")
+                rows[rank] = str(call)
             elif newest is not None:
-                lines.append(f"  rank {rank}: has not reached this call; its last call was {newest}")
+                rows[rank] = f"has not reached this call; its last call was {newest}"
             else:
-                lines.append(f"  rank {rank}: has not called anything in this group")
+                rows[rank] = "has not called anything in this group"
         known = {rank: call for rank, call in at.items() if call is not None}
-        self.decided = Finding(
-            "mismatch", finding.reason, _minority_rank(known), None, finding.operation, finding.group, sequence
-        )
+        differing = _outside_majority(known)
+        culprit = min(differing, default=None)
+        self.decided = Finding("mismatch", finding.reason, culprit, None, finding.operation, finding.group, sequence)
         why = _item_difference(known) if difference else f": {finding.reason}"
-        self.detail = f"ranks disagree on call #{sequence}{why}\n" + "\n".join(lines)
+        self.detail = f"ranks disagree on call #{sequence}{why}\n" + "\n".join(_table(rows, differing))
 
     def error(self, *, operation: str | None, during: str, who: str) -> Broken:
         """Return the error to raise on this rank.
@@ -238,16 +240,28 @@ def _first_difference(by_rank: Mapping[int, Mapping[int, Call]]) -> int | None:
     return None
 
 
-def _minority_rank(calls: Mapping[int, Call]) -> int | None:
-    """Return the lowest rank that does not agree with the most ranks; None if no call has the most ranks."""
+def _outside_majority(calls: Mapping[int, Call]) -> set[int]:
+    """Return the ranks whose call is not the one that most ranks made; none if two calls are equally frequent."""
     agreeing: dict[int, list[int]] = {}
     for rank, call in calls.items():
         agreeing.setdefault(call.fingerprint, []).append(rank)
     sizes = sorted((len(ranks) for ranks in agreeing.values()), reverse=True)
     if len(sizes) < 2 or sizes[0] == sizes[1]:
-        return None
+        return set()
     majority = max(agreeing.values(), key=len)
-    return min(rank for rank in calls if rank not in majority)
+    return {rank for rank in calls if rank not in majority}
+
+
+def _table(rows: Mapping[int, str], differing: Collection[int]) -> Iterator[str]:
+    """Yield a line for each rank, or for ranks with equal rows if there are many; mark those of `differing` ranks."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank, row in rows.items():
+        groups.setdefault((row, rank in differing, rank if len(rows) <= MAX_ROWS else None), []).append(rank)
+    names = [f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}:" for ranks in groups.values()]
+    width = min(max(map(len, names), default=0), 30)
+    for name, ranks in zip(names, groups.values(), strict=True):
+        mark = "  <-- differs" if ranks[0] in differing else ""
+        yield f"  {name.ljust(width)} {rows[ranks[0]]}{mark}"
 
 
 def _item_difference(calls: Mapping[int, Call]) -> str:

@@ -1,4 +1,4 @@
-"""Collectives of simulated ranks: real schedules, plans and the reference executor, over links that are simulated."""
+"""Run collectives of simulated ranks: real schedules, plans and the reference executor, over simulated links."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SITE = call_site()
 
 
 class LinkEnded(Exception):
-    """A data link ended while something was expected from it; `peer` is the rank behind it."""
+    """A data link ended while this rank waited for data from it; `peer` is the rank at its other end."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(peer)
@@ -33,11 +33,11 @@ class LinkEnded(Exception):
 
 
 class Disagreed(Exception):
-    """A rank sent what belongs to another call."""
+    """A rank sent a message that belongs to another call."""
 
 
 class Collectives:
-    """What one rank calls in one generation; it is its executor's wait strategy, too."""
+    """The collectives of one rank in one generation. It is also the wait strategy of its executor."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Collectives:
         assembly: Assembly,
         links: Mapping[int, End],
     ) -> None:
-        """`handle` lets the control protocol handle an event, and carries out its instructions."""
+        """`handle` passes an event to the control protocol, and performs the instructions that it returns."""
         self._process = process
         self._control = control
         self._handle = handle
@@ -59,18 +59,18 @@ class Collectives:
         handle(Watched(self._calls))
 
     def run(self, collective: str, algorithm: str, x: Array, out: Array, op: str | None = None) -> Program:
-        """Take part in a collective; raises what the real group would, once the verdict is in."""
+        """Run a collective. Raises the same errors as a real group, after the verdict has settled."""
         yield from self.check(collective)
         plan = _plan(collective, algorithm, self._rank, self._topology, dtype_of(x), op, x.size)
         sequence = self._calls.record(plan.description, SITE)
         self._call.sequence, self._call.fingerprint = sequence, plan.description.fingerprint
         try:
-            last_look = False
+            broken = False
             for _ in self._executor.steps(plan, x, out, self._call, self):
-                if last_look:
+                if broken:
                     yield from self.check(collective)
-                last_look = not self._control.intact  # what has arrived is still taken
-                if not last_look:
+                broken = not self._control.intact  # one more step first: data that has already arrived is still used
+                if not broken:
                     yield None
         except LinkEnded as ended:
             yield from self.find_out(ended.peer, collective)
@@ -79,7 +79,7 @@ class Collectives:
         self._calls.finished = sequence
 
     def check(self, operation: str) -> Program:
-        """Raise if the generation is broken, when it is known by what."""
+        """Raise the error of a broken generation, after its verdict is decided. Do nothing if it is not broken."""
         if self._control.intact:
             return
         while not self._control.decided:
@@ -88,7 +88,7 @@ class Collectives:
         raise self._control.error(operation, f" during {operation}")
 
     def find_out(self, peer: int, operation: str) -> Program:
-        """A link ended: its control link says why; if that stays silent, the rank is lost."""
+        """Raise the error behind an ended link: wait for the peer's control link to explain it, else report it lost."""
         deadline = self._process.now + ANSWER_SECONDS
         while self._control.intact and not self._control.has_left(peer) and self._process.now < deadline:
             yield 0.01
@@ -97,7 +97,7 @@ class Collectives:
             self._handle(Lost(peer))
         yield from self.check(operation)
 
-    # -- what the executor asks ---------------------------------------------------------------------------------------
+    # -- called by the executor ---------------------------------------------------------------------------------------
 
     def lost(self, peer: int) -> BaseException:
         return LinkEnded(peer)

@@ -1,11 +1,11 @@
-"""The simulated disk below the coordinator's journal, with the faults of a real one.
+"""Simulate the disk of the coordinator's journal, with the faults of a real disk.
 
-It promises what `membership.journal.Journal` promises:
+It keeps the promises of `membership.coordinator.journal.Journal`:
 
-kill         everything that was saved is there again; an entry whose fsync was not over is there or not, as a whole
-power loss   the same if the journal is durable; otherwise the last entries may be lost or torn, and the journal is
-             refused until an operator moves the file away: the next start is a new run
-full         saving raises `JournalError`, and the file stays as it was
+kill         All saved entries are there again. An entry whose fsync had not finished is either complete or missing.
+power loss   If the journal is durable, the same. Otherwise the last entries may be lost or torn, and the journal is
+             refused until an operator moves the file away; the next start then begins a new run.
+full         Saving raises `JournalError`, and the file does not change.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ class Disk:
 
     def __init__(self, durable: bool = True) -> None:
         self.full = False
-        self.fsync_seconds = 0.0  # that the next entries take
+        self.fsync_seconds = 0.0  # the duration of the next fsyncs
         self._durable = durable
         self._refused = False
         self._entries: deque[str] = deque(maxlen=ENTRIES_KEPT)  # oldest first
 
     def load(self) -> dict[str, Any] | None:
-        """The snapshot that was saved last; None if there is no journal."""
+        """Return the snapshot that was saved last, or None if there is no journal."""
         if self._refused:
             raise JournalError("the coordinator's journal may lack its last entries: move the file away to start anew")
         return json.loads(self._entries[-1]) if self._entries else None
 
     def save(self, snapshot: Mapping[str, Any]) -> float:
-        """Add an entry; returns the seconds after which it is on the disk."""
+        """Add an entry, and return the seconds until it is on the disk."""
         if self.full:
             raise JournalError("the coordinator's journal: its disk is full")
         self._entries.append(json.dumps(snapshot))
         return self.fsync_seconds if self._durable else 0.0
 
     def drop(self, count: int) -> None:
-        """The fsync of the last entries was cut short, and they are rolled back when the file is opened."""
+        """Remove the last `count` entries, whose fsync did not finish: opening the file rolls them back."""
         for _ in range(count):
             self._entries.pop()
 
     def lose_power(self, random: Random) -> None:
-        """The machine is started anew; entries that were not on the disk yet are lost."""
+        """Apply a power loss. Without fsync some of the last entries are lost, and the journal is refused."""
         if not self._durable:
             self.drop(random.randint(0, len(self._entries)))
             self._refused = True
 
     def accept(self) -> None:
-        """Believe what is left after a loss of power, which the journal does not."""
+        """Accept the entries left after a power loss, which the real journal refuses. For tests of that rule."""
         self._refused = False
 
     def remove(self) -> None:
-        """An operator moves the journal away."""
+        """Remove the journal, as an operator who moves the file away."""
         self._entries.clear()
         self._refused = False

@@ -1,4 +1,4 @@
-"""The faults that happen to a simulated job: their kinds, and how they are drawn from the seed."""
+"""Define the kinds of faults of a simulated job, and draw faults from the seed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
-ENDLESS = 1e6  # seconds, for all we simulate
+ENDLESS = 1e6  # seconds; longer than any simulated job
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens `at` a time and lasts for some `seconds`; `seed` decides to whom."""
+    """A fault that begins `at` a time and lasts for `seconds`. `seed` decides which processes it affects."""
 
     kind: str
     at: float
@@ -20,11 +20,11 @@ class Fault:
 
     @property
     def over_at(self) -> float:
-        """When the job must do without more of it: if it never ends, with what it has done."""
+        """Return when the fault ends. An endless fault counts as over at once: the job must continue in spite of it."""
         return self.at + (self.seconds if self.seconds < ENDLESS else 0.0)
 
 
-# By kind: how often it is drawn, and the shortest and longest time that it lasts.
+# By kind: its weight in the draw, its shortest and its longest duration in seconds.
 USUAL: dict[str, tuple[int, float, float]] = {
     "crash": (4, 0.0, 0.0),
     "power": (1, 0.0, 0.0),
@@ -54,20 +54,20 @@ RARE: dict[str, tuple[int, float, float]] = {
 }
 KINDS = USUAL | RARE
 
-LASTING = ("freeze", "cut", "exile", "isolate")  # what may never end; the rest of the job must not mind
+LASTING = ("freeze", "cut", "exile", "isolate")  # kinds that may be endless; the other members must continue
 
 
 def chosen(text: str) -> frozenset[str]:
-    """The kinds that a command line names: "usual", "rare", "all", or kinds with commas in between."""
+    """Return the kinds that a text names: "usual", "rare", "all", or kinds separated by commas."""
     sets = {"usual": USUAL.keys(), "rare": RARE.keys(), "all": KINDS.keys()}
     kinds = frozenset(kind for name in text.split(",") for kind in sets.get(name, {name}))
     if not kinds <= KINDS.keys():
-        raise ValueError(f"no such faults: {', '.join(sorted(kinds - KINDS.keys()))}")
+        raise ValueError(f"unknown kinds of faults: {', '.join(sorted(kinds - KINDS.keys()))}")
     return kinds
 
 
 def named(kinds: Collection[str]) -> str:
-    """How a command line names kinds."""
+    """Return the text that names these kinds on a command line: the inverse of `chosen`."""
     for name in ("usual", "rare", "all"):
         if chosen(name) == frozenset(kinds):
             return name
@@ -75,7 +75,7 @@ def named(kinds: Collection[str]) -> str:
 
 
 def command(seed: int, members: int | None, kinds: Collection[str]) -> str:
-    """How to simulate this very job again."""
+    """Return the command that simulates this job again."""
     command = f"python -m gradwire.simulate --first {seed} --seeds 1"
     if members:
         command += f" --members {members}"
@@ -92,15 +92,19 @@ def draw(
     last: float,
     fewest: int = 0,
 ) -> list[Fault]:
-    """Up to `most` faults of a table between two times, in order. Some come in quick succession, which is hardest."""
+    """Return `fewest` to `most` faults of a table between two times, in order.
+
+    With probability 0.6 a fault follows the previous one closely (0.3 s on average): overlapping faults are the
+    hardest case.
+    """
     kinds = [kind for kind in table if kind in chosen]
     if not kinds:
         return []
     weights = [table[kind][0] for kind in kinds]
     faults: list[Fault] = []
     for kind in random.choices(kinds, weights, k=random.randint(fewest, most)):
-        near = faults and random.random() < 0.6
-        at = faults[-1].at + random.expovariate(3.0) if near else random.uniform(first, last)
+        follows = faults and random.random() < 0.6
+        at = faults[-1].at + random.expovariate(3.0) if follows else random.uniform(first, last)
         _, shortest, longest = table[kind]
         seconds = shortest * (longest / shortest) ** random.random() if shortest else 0.0
         faults.append(Fault(kind, min(at, last), seconds, random.getrandbits(32)))

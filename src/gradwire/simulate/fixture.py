@@ -1,13 +1,15 @@
-"""Faults for users' own tests: a pytest fixture that runs a function on ranks of this process, some of which fail.
+"""Provide the pytest fixture `gradwire_ranks`: it runs a training loop on several ranks and injects faults.
 
     def test_my_loop(gradwire_ranks):
         run = gradwire_ranks(train, 4, faults=[gradwire_ranks.die(2, call=5)])
         assert run.died == (2,)
         assert all(isinstance(run.errors[rank], gradwire.PeerLost) for rank in (0, 1, 3))
 
-The ranks are threads with the groups of `gw.local_group`: no processes, no ports, the same errors and recovery.
-A rank's calls are counted from 1: collectives, also those of subgroups, streams and later generations. With `seed=`
-faults are drawn; equal seeds draw equal faults. pytest finds the fixture by itself where gradwire is installed.
+The ranks are threads of the test's process, with groups as `gw.local_group` returns them. They need no processes and no
+ports, and they raise the same errors and recover in the same way as a real job. A fault happens at a given call of a
+rank: each collective counts as one call, from 1, also in subgroups, streams and later generations. With `seed=` the
+faults are drawn at random, and the same seed draws the same faults. pytest finds the fixture wherever gradwire is
+installed.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ from gradwire.job.init import thread_job
 from gradwire.job.thread_job import ThreadJob
 from gradwire.transports.local import LocalTransport
 
-LAST_CALL = 12  # the latest call at which a drawn fault happens
-LONGEST_SECONDS = 0.2  # that a drawn rank is slow for
+LAST_CALL = 12  # the last call at which a drawn fault can happen
+LONGEST_SECONDS = 0.2  # the longest delay of a drawn fault
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to a rank when it makes a call: it dies, raises `RuntimeError`, or comes late by some seconds."""
+    """A fault of one rank at one of its calls: the rank dies, raises `RuntimeError`, or makes the call later.
+
+    `gradwire_ranks.die`, `gradwire_ranks.fail` and `gradwire_ranks.slow` create faults.
+    """
 
     kind: Literal["die", "fail", "slow"]
     rank: int
@@ -50,17 +55,23 @@ class Fault:
             raise ConfigError(f"{self}: ranks count from 0, calls from 1")
 
     def __str__(self) -> str:
-        late = f" for {self.seconds:g} s" if self.kind == "slow" else ""
-        return f"{self.kind} rank {self.rank} at call {self.call}{late}"
+        duration = f" for {self.seconds:g} s" if self.kind == "slow" else ""
+        return f"{self.kind} rank {self.rank} at call {self.call}{duration}"
 
 
 class Died(BaseException):
-    """Ends the thread of a rank that dies. No `Exception`, so that a program that goes on after errors ends too."""
+    """Ends the thread of a rank that dies. It is no `Exception`, so that a program that catches errors ends too."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What became of each rank: it is in exactly one of `results`, `errors` and `died`."""
+    """The result of each rank. Every rank is in exactly one of `results`, `errors` and `died`.
+
+    - `results`: by rank, what the function returned.
+    - `errors`: by rank, the exception that the function raised.
+    - `died`: the ranks that a fault killed.
+    - `faults`: all faults of this run, including those drawn from the seed.
+    """
 
     results: dict[int, Any]
     errors: dict[int, BaseException]
@@ -70,7 +81,7 @@ class Run:
 
 @dataclass
 class _Rank:
-    """One rank: its first group, and the faults that still wait for it."""
+    """One rank: its first group, and its faults by call."""
 
     number: int
     job: ThreadJob
@@ -87,27 +98,27 @@ class _Rank:
 
     @property
     def group(self) -> Group:
-        """The group of the present generation."""
-        return self.job.present(GroupInternals(self.first).member_id) or self.first
+        """Return the group of the rank's current generation."""
+        return self.job.current_group(GroupInternals(self.first).member_id) or self.first
 
     def called(self, transport: LocalTransport) -> None:
-        """A call of this rank begins."""
+        """Count a call that begins, and apply its fault."""
         self.calls += 1
         fault = self.faults.get(self.calls)
         if fault is not None:
-            self.suffer(fault, transport)
+            self.apply(fault, transport)
 
-    def suffer(self, fault: Fault, transport: LocalTransport) -> None:
+    def apply(self, fault: Fault, transport: LocalTransport) -> None:
         if fault.kind == "slow":
             time.sleep(fault.seconds)
         elif fault.kind == "die":
-            transport.close()  # as the system does with what a dead process had open
+            transport.close()  # the operating system closes the links of a dead process
             raise Died(str(fault))
         else:
             raise RuntimeError(str(fault))
 
     def run(self, fn: Callable[[Group], Any]) -> None:
-        """As a process does that runs fn and nothing else: at the end it leaves, or says why it gives up."""
+        """Run fn as a process would: close the group at the end, or abort it if fn raises an unexpected error."""
         try:
             self.result = fn(self.group)
         except Died as death:
@@ -122,7 +133,7 @@ class _Rank:
 
 
 class Ranks:
-    """What the fixture is: call it to run a function on some ranks."""
+    """The value of the fixture `gradwire_ranks`. Call it to run a function on several ranks."""
 
     def __call__(
         self,
@@ -133,9 +144,11 @@ class Ranks:
         seed: int | None = None,
         timeout: float = 30.0,
     ) -> Run:
-        """Run fn(group) on each of n ranks, and return when all have ended.
+        """Run fn(group) on each of n ranks, wait until all have ended, and return their results.
 
-        Whoever is not done in `timeout` seconds is shown with its stack, as an `AssertionError`.
+        - `faults`: the faults to inject.
+        - `seed`: draw one to three more faults from this seed.
+        - `timeout`: seconds after which `AssertionError` is raised. It shows the stack of each rank that still runs.
         """
         chosen = tuple(faults) if seed is None else (*faults, *self.draw(seed, n))
         ranks = _ranks(n, chosen)
@@ -147,7 +160,7 @@ class Ranks:
                 rank.thread.join(max(0.0, deadline - time.monotonic()))
             stuck = [rank.thread for rank in ranks if rank.thread.is_alive()]
             if stuck:
-                raise AssertionError(_told(stuck, timeout, chosen))
+                raise AssertionError(_timeout_message(stuck, timeout, chosen))
         finally:
             for rank in ranks:
                 rank.group.close()
@@ -158,22 +171,22 @@ class Ranks:
 
     @staticmethod
     def die(rank: int, *, call: int) -> Fault:
-        """The rank dies when it makes its call-th call; the others get `PeerLost`."""
+        """Return a fault: the rank dies at this call, as if its process were killed. The others get `PeerLost`."""
         return Fault("die", rank, call)
 
     @staticmethod
     def fail(rank: int, *, call: int) -> Fault:
-        """The rank's call raises `RuntimeError`; if its program does not handle it, the others get `Aborted`."""
+        """Return a fault: this call raises `RuntimeError`. If fn does not handle it, the others get `Aborted`."""
         return Fault("fail", rank, call)
 
     @staticmethod
     def slow(rank: int, *, call: int, seconds: float) -> Fault:
-        """The rank makes its call later."""
+        """Return a fault: the rank makes this call some seconds later."""
         return Fault("slow", rank, call, seconds)
 
     @staticmethod
     def draw(seed: int, n: int) -> tuple[Fault, ...]:
-        """One to three faults, of different ranks, one of which is fatal more often than not.
+        """Return the faults that a seed draws: one to three of different ranks, of which at most one is fatal.
 
         >>> for fault in Ranks.draw(5, n=4): print(fault)
         slow rank 1 at call 3 for 0.13 s
@@ -201,15 +214,20 @@ def _ranks(n: int, faults: Sequence[Fault]) -> list[_Rank]:
 
 @pytest.fixture
 def gradwire_ranks() -> Ranks:
-    """Run a function on some ranks of this process, with faults: gradwire_ranks(fn, n, faults=(), seed=None)."""
+    """Run fn(group) on n ranks of this process, with faults: gradwire_ranks(fn, n, faults=(), seed=None, timeout=30).
+
+    Faults are `gradwire_ranks.die(rank, call=5)`, `gradwire_ranks.fail(rank, call=5)` and
+    `gradwire_ranks.slow(rank, call=5, seconds=0.2)`. `seed=` draws faults. The result has the attributes `results`,
+    `errors`, `died` and `faults`.
+    """
     return Ranks()
 
 
-def _told(stuck: Sequence[threading.Thread], timeout: float, faults: Sequence[Fault]) -> str:
+def _timeout_message(stuck: Sequence[threading.Thread], timeout: float, faults: Sequence[Fault]) -> str:
     frames = sys._current_frames()
     stacks = []
     for thread in stuck:
         frame = frames.get(thread.ident or 0)
         stacks.append(f"{thread.name} at\n" + ("".join(traceback.format_stack(frame)) if frame else "  (just ended)\n"))
-    told = "; ".join(map(str, faults)) or "none"
-    return f"not done after {timeout:g} s (faults: {told}):\n" + "\n".join(stacks)
+    listed = "; ".join(map(str, faults)) or "none"
+    return f"not done after {timeout:g} s (faults: {listed}):\n" + "\n".join(stacks)

@@ -1,4 +1,4 @@
-"""A process that holds a join token and claims the ids of other members."""
+"""Simulate a process that holds a join token and claims the ids of other members."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRIES = 5
 
 
 class AttackedJob(WorkerJob, Protocol):
-    """What an impostor needs of the job."""
+    """The parts of the job that an impostor uses."""
 
     impersonated: set[str]
 
@@ -29,7 +29,7 @@ class AttackedJob(WorkerJob, Protocol):
 
 
 class Impostor(Process):
-    """Holds a join token of its own. It claims the ids of other members, and then reports those members as gone."""
+    """A process with its own join token. It claims the ids of other members, then reports those members as gone."""
 
     def __init__(self, job: AttackedJob, name: str, clock: Clock, random: Random, ticket: bytes) -> None:
         super().__init__(name, f"host of {name}", job.timeline, clock)
@@ -37,7 +37,7 @@ class Impostor(Process):
         self._random = random
         self._session = random.randbytes(16)
         self._coordinator = Caller(self, job.coordinator, job.network, ticket)
-        self._thread = Thread(self, self._live(), job.broke_down(self))
+        self._thread = Thread(self, self._live(), job.error_handler(self))
 
     def wake(self) -> None:
         self._thread.wake()
@@ -50,7 +50,7 @@ class Impostor(Process):
             yield self._random.uniform(0.1, 2.0)
 
     def _choose(self) -> Worker | None:
-        """A member that lives, and came with other credentials."""
+        """Choose a living member, or return None. Every member has other credentials than the impostor."""
         members = set(self._job.coordinator.member_ids)
         living = [worker for worker in self._job.workers if worker.name in members]
         return self._random.choice(living) if living else None
@@ -58,17 +58,18 @@ class Impostor(Process):
     def _attack(self, victim: Worker) -> Program:
         job, name = self._job, victim.name
         member = victim.member()
-        if self._random.random() < 0.5:  # it may know the victim's host and pid from an assembly
+        if self._random.random() < 0.5:  # otherwise it knows the victim's host and pid, for example from an assembly
             member = replace(member, host=self.host, hostname=self.host)
         generation = self._random.choice((0, victim.generation))
         job.impersonated.add(name)
         job.note(self, "claims to be %s after generation %d", name, generation)
         run = victim.run if generation else b""
         claim = Claim(member, None, None, self._session, generation=generation, run=run, transport="auto")
-        known = victim.generation > 0  # before, its id may be free: a coordinator that restarts forgets those who wait
+        # A restarted coordinator forgets waiting workers. So the id of a worker without a generation may be free.
+        known = victim.generation > 0
         outcome = yield from self._coordinator.ask("register", claim)
         if known and victim.alive and name in job.coordinator.member_ids and not isinstance(outcome, Refusal):
-            job.fail(f"{self.name} was given the place of {name}, which lives and came with other credentials")
+            job.fail(f"{self.name} was admitted as {name}, which is alive and joined with other credentials")
         job.note(self, "reports %s as gone", name)
         yield from self._coordinator.ask("beat", ([], [name], self._random.choice((b"", victim.run))))
         yield from self._coordinator.ask("leave", (member, victim.run))

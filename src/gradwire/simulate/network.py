@@ -1,7 +1,8 @@
-"""A simulated network: streams that stay in order, as TCP's do, and calls that get lost, late, out of order or doubled.
+"""Simulate a network: streams that keep their order, as TCP does, and calls that may be lost, late or doubled.
 
-A packet of a stream that is lost comes later, and so does everything behind it; across a cut nothing comes until it is
-healed, and nobody is told. A call across a cut is lost. Who can talk to whom is decided when a packet arrives.
+A lost packet of a stream arrives later, and so does everything behind it. Across a cut nothing arrives until the cut is
+healed, and neither end is informed. A call across a cut is lost. Whether a cut lies between two processes is decided
+when a packet arrives.
 """
 
 from __future__ import annotations
@@ -15,41 +16,41 @@ from gradwire.simulate.process import Process
 from gradwire.simulate.time import Action, Timeline
 from gradwire.transports.base import Buffer, LinkClosed
 
-RETRANSMISSION = 0.2  # seconds, as TCP's shortest
+RETRANSMISSION = 0.2  # seconds; TCP's shortest retransmission timeout
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How good the network is: seconds, bytes each second, and shares of all packets or calls."""
+    """The quality of the network: times in seconds, bandwidth in bytes per second, shares of all packets or calls."""
 
     latency: float = 0.0005
     jitter: float = 0.0005
     bandwidth: float = 1e8
-    lost: float = 0.0  # of streams: such a packet comes later
-    late: float = 0.0  # takes up to `lateness` longer
+    lost: float = 0.0  # share of stream packets that are lost and retransmitted
+    late: float = 0.0  # share of packets that take up to `lateness` longer
     lateness: float = 0.05
     calls_lost: float = 0.0
     calls_twice: float = 0.0
 
 
 def nothing() -> None:
-    """For events that nobody listens to."""
+    """Do nothing: a callback for events that have no listener."""
 
 
 class End:
-    """One end of a stream between two processes: a link, as the executors know it."""
+    """One end of a stream between two processes. Executors use it as a link."""
 
     def __init__(self, network: Network, process: Process, ready: Callable[[], None]) -> None:
         self.peer = -1
         self.channel = -1
         self.process = process
         self.ready = ready  # called when something has arrived
-        self.closed = False  # here
-        self.ended = False  # by the other side, and all it had sent is here
+        self.closed = False  # this end was closed
+        self.ended = False  # the other end was closed, and everything that it had sent has arrived
         self.other: End = self
         self._network = network
         self._arrived: deque[memoryview] = deque()
-        self._travelling: deque[bytes | None] = deque()  # towards the other end; None ends the stream
+        self._travelling: deque[bytes | None] = deque()  # packets on their way to the other end; None ends the stream
         self._clear_at = 0.0
         self.stalled = False
         process.ends[self] = None
@@ -79,8 +80,8 @@ class End:
             raise LinkClosed
         return got
 
-    def take(self) -> bytes | None:
-        """The next message that has arrived, as it was sent; None if there is none. `LinkClosed` at the end."""
+    def next_message(self) -> bytes | None:
+        """Return the next message as it was sent, or None if none has arrived. Raise `LinkClosed` after the last."""
         if self._arrived:
             return bytes(self._arrived.popleft())
         if self.closed or self.ended:
@@ -94,8 +95,8 @@ class End:
             self._arrived.clear()
             self._post(None)
 
-    def vanish(self) -> None:
-        """The host of this end lost its power: nobody is told."""
+    def drop(self) -> None:
+        """Close this end because its host lost its power: the other end is not informed."""
         self.closed = self.stalled = True
         self.process.ends.pop(self, None)
         self._travelling.clear()
@@ -109,7 +110,7 @@ class End:
             network.timeline.at(self._clear_at, self._arrive)
 
     def _arrive(self) -> None:
-        """The next packet of this end reaches the other one, if nothing is in between."""
+        """Deliver the next packet to the other end, or stall the stream if a cut is in between."""
         if self.stalled or not self._travelling:
             return
         if not self._network.reaches(self.process, self.other.process):
@@ -119,7 +120,7 @@ class End:
         self._deliver(self._travelling.popleft())
 
     def flow(self) -> None:
-        """What is in between is gone: everything that was held up comes at once."""
+        """Deliver all stalled packets at once, unless another cut is still in between."""
         if self.stalled and not self._network.reaches(self.process, self.other.process):
             self._network.stalled.append(self)
             return
@@ -138,8 +139,8 @@ class End:
         other.ready()
 
 
-class Pulse:
-    """Signs of life from one process to another: who looks sees those that have arrived by then."""
+class HeartbeatLink:
+    """The heartbeats from one process to another. The receiver polls for those that have arrived."""
 
     __slots__ = ("_arriving", "_clear_at", "_network", "_source", "_target")
 
@@ -150,15 +151,15 @@ class Pulse:
         self._arriving: deque[tuple[float, int]] = deque()
         self._clear_at = 0.0
 
-    def beat(self, number: int) -> None:
+    def send(self, number: int) -> None:
         network = self._network
         if network.reaches(self._source, self._target):
             transit = network.transit(self._source, 64) if self._source.host != self._target.host else 0.0
             self._clear_at = max(self._clear_at, network.timeline.now + transit)
             self._arriving.append((self._clear_at, number))
 
-    def heard(self) -> int | None:
-        """The newest beat that has arrived since the last look."""
+    def latest(self) -> int | None:
+        """Return the newest heartbeat that has arrived since the last poll, or None."""
         newest, now = None, self._network.timeline.now
         while self._arriving and self._arriving[0][0] <= now:
             newest = self._arriving.popleft()[1]
@@ -166,7 +167,7 @@ class Pulse:
 
 
 class Network:
-    """Who can talk to whom, and how fast."""
+    """The connections between all processes: cuts, delays and losses."""
 
     def __init__(self, timeline: Timeline, random: Random, quality: Quality) -> None:
         self.timeline = timeline
@@ -179,7 +180,7 @@ class Network:
     # -- faults -------------------------------------------------------------------------------------------------------
 
     def cut(self, ones: Sequence[str], others: Sequence[str]) -> None:
-        """Nothing passes between two sets of processes any more."""
+        """Let nothing pass between two sets of processes."""
         for pair in _pairs(ones, others):
             self._cuts[pair] = self._cuts.get(pair, 0) + 1
 
@@ -193,7 +194,7 @@ class Network:
             self.timeline.after(self._random.uniform(0.0, 2 * RETRANSMISSION), end.flow)
 
     def slow(self, name: str, seconds: float) -> None:
-        """What a process sends takes so much longer; 0: no longer."""
+        """Delay what a process sends by up to this many seconds. 0 ends the delay."""
         self._slow[name] = seconds
 
     def reaches(self, one: Process, other: Process) -> bool:
@@ -202,7 +203,7 @@ class Network:
     # -- traffic ------------------------------------------------------------------------------------------------------
 
     def transit(self, sender: Process, nbytes: int) -> float:
-        """The seconds that a packet takes; one that is lost is sent again."""
+        """Return the seconds that a packet takes, including the retransmissions of a lost one."""
         quality, random = self.quality, self._random.random
         seconds = quality.latency + quality.jitter * random() + nbytes / quality.bandwidth
         if self._slow:
@@ -214,17 +215,17 @@ class Network:
         return seconds
 
     def connect(self, one: Process, other: Process, ready: Callable[[], None], arrive: Callable[[End], None]) -> End:
-        """An end of a new stream; the other process gets its own when the first packet arrives there."""
-        mine, theirs = End(self, one, ready), End(self, other, nothing)
-        mine.other, theirs.other = theirs, mine
-        theirs.ready = lambda: arrive(theirs)
-        mine.send([b"hello"])
-        return mine
+        """Open a stream and return this process's end. The other process gets its end when the first packet arrives."""
+        near, far = End(self, one, ready), End(self, other, nothing)
+        near.other, far.other = far, near
+        far.ready = lambda: arrive(far)
+        near.send([b"hello"])
+        return near
 
     def call(self, sender: Process, target: Process, deliver: Action, refused: Action = nothing) -> None:
-        """A message that belongs to no stream: it comes once, twice or not at all, and others may overtake it.
+        """Send a message outside of streams. It may arrive twice or not at all, and other messages may overtake it.
 
-        `refused` is called at the sender if nobody listens at the target.
+        `refused` is called at the sender if the target's process has ended.
         """
         quality, random = self.quality, self._random.random
         if quality.calls_lost and random() < quality.calls_lost:

@@ -1,4 +1,4 @@
-"""A simulated process: it reads its own clock, and it can crash, freeze and thaw."""
+"""Simulate a process: it reads its own clock, and it can crash, freeze and resume."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from gradwire.simulate.time import Action, Clock, Event, Timeline
 
 Request = TypeVar("Request")
 Program = Generator[float | None, None, Any]
-"""What a thread of a process does: it yields the seconds for which it waits unless it is woken; None: only that."""
+"""The code of a simulated thread, as a generator. It yields when it waits: the seconds after which it continues if it
+is not woken before, or None to wait until it is woken."""
 
 
 def drive(protocol: Generator[Request, Any, Any], perform: Callable[[Request], Program]) -> Program:
-    """Run a protocol as `gradwire.drive.drive` does, in virtual time: `perform` gives a program for each request."""
+    """Run a protocol as `gradwire.drive.drive` does, but in virtual time: `perform` returns a program per request."""
     try:
         request = next(protocol)
         while True:
@@ -28,16 +29,16 @@ def drive(protocol: Generator[Request, Any, Any], perform: Callable[[Request], P
 
 
 class Stream(Protocol):
-    """What a process has open: an end of a connection."""
+    """An open end of a connection, owned by a process."""
 
     def close(self) -> None: ...
 
-    def vanish(self) -> None:
-        """The host has lost its power: nobody is told that the connection ended."""
+    def drop(self) -> None:
+        """Close this end because its host lost its power: the other end is not informed."""
 
 
 class Process:
-    """One process. While it is frozen, what should happen in it is kept and happens when it thaws, in order."""
+    """One process. Actions that are due while it is frozen are deferred, and run in order when it resumes."""
 
     def __init__(self, name: str, host: str, timeline: Timeline, clock: Clock) -> None:
         self.name = name
@@ -46,57 +47,58 @@ class Process:
         self.clock = clock
         self.alive = True
         self.frozen = False
-        self.stopped = False  # by a signal: not even its lifeline beats
-        self.ends: dict[Stream, None] = {}  # of its streams, in the order in which they were made
-        self._kept: list[Action] = []
+        self.stopped = False  # stopped by a signal: not even its lifeline sends heartbeats
+        self.ends: dict[Stream, None] = {}  # the open ends of its streams, in the order of their creation
+        self._deferred: list[Action] = []
 
     @property
     def now(self) -> float:
-        """The time by this process's own clock."""
+        """Return the time of this process's own clock."""
         return self.clock.now
 
     def later(self, seconds: float, action: Action) -> Event:
-        """Do something when the clock of this process has counted so many seconds."""
+        """Run an action after some seconds of this process's own clock."""
         return self.timeline.after(self.clock.seconds(seconds), lambda: self.do(action))
 
     def do(self, action: Action) -> None:
-        """Do something as soon as this process can."""
+        """Run an action now, or when this process resumes. Drop it if the process has ended."""
         if self.frozen:
-            self._kept.append(action)
+            self._deferred.append(action)
         elif self.alive:
             action()
 
     def compute(self, seconds: float) -> Program:
-        """Work that notices nothing of what happens around it."""
+        """Compute for some seconds. Waking the thread does not interrupt it."""
         until = self.now + seconds
         while self.now < until - 1e-9:
             yield until - self.now
 
     def wake(self) -> None:
-        """Something came for this process, for whichever program of it waits."""
+        """Wake the waiting program of this process, because something has arrived. Processes with a thread override
+        it."""
 
     def freeze(self) -> None:
         self.frozen = True
 
-    def thaw(self) -> None:
+    def resume(self) -> None:
         self.frozen = False
-        kept, self._kept = self._kept, []
-        for action in kept:
+        deferred, self._deferred = self._deferred, []
+        for action in deferred:
             self.do(action)
 
     def crash(self, power: bool = False) -> None:
-        """End at once. The system closes what the process had open; if the whole host lost its power, nobody does."""
+        """End at once. The operating system closes the process's streams, unless the whole host lost its power."""
         self.alive = self.frozen = False
-        self._kept.clear()
+        self._deferred.clear()
         for end in list(self.ends):
             if power:
-                end.vanish()
+                end.drop()
             else:
                 end.close()
 
 
 class Thread:
-    """Runs a program inside a process. `wake` lets it look around; errors of it go to `failed`."""
+    """Runs a program inside a process. `wake` lets a waiting program continue. `failed` receives its errors."""
 
     def __init__(self, process: Process, program: Program, failed: Callable[[BaseException], None]) -> None:
         self._process = process
@@ -109,20 +111,20 @@ class Thread:
         self.wake()
 
     def wake(self) -> None:
-        """Let the program go on, after what happens at this very moment."""
+        """Let the program continue, after the current event."""
         if not self._woken and not self.ended:
             self._woken = True
-            self._process.later(0.0, self._go_on)
+            self._process.later(0.0, self._advance)
 
     def hold(self) -> None:
-        """Stop where the program waits now, while the rest of the process goes on."""
+        """Stop the program where it waits now. The rest of the process continues."""
         self._held = True
 
     def release(self) -> None:
         self._held = False
         self.wake()
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         self._woken = False
         if self.ended or self._held:
             return
@@ -138,4 +140,4 @@ class Thread:
             self._failed(error)
         else:
             if seconds is not None:
-                self._due = self._process.later(seconds, self._go_on)
+                self._due = self._process.later(seconds, self._advance)

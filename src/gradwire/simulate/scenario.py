@@ -1,4 +1,4 @@
-"""The size, timings and faults of a simulated job, drawn from its seed."""
+"""Draw the size, timings and faults of a simulated job from its seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_RARE = 3
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Everything about a job but what comes of it."""
+    """The parameters of a simulated job."""
 
     start: int = 4
     minimum: int = 2
@@ -30,26 +30,26 @@ class Scenario:
     lease: float = 10.0
     settle: float = 0.1
     step_seconds: float = 0.3
-    transfer_seconds: float = 0.0  # that handing the state over takes
-    spoiling: int = 8  # of so many steps in a row each rank has one whose body works in place
-    reducing: str = "ring"
-    voting: str = "tree"
-    gathering: str = "direct"
-    durable: bool = True  # the coordinator's journal outlives a loss of power
+    transfer_seconds: float = 0.0  # the duration of a state transfer
+    in_place_every: int = 8  # in each sequence of this many steps, every rank has one step whose body works in place
+    reduce_algorithm: str = "ring"
+    vote_algorithm: str = "tree"
+    gather_algorithm: str = "direct"
+    durable: bool = True  # the coordinator's journal survives a power loss
     quality: Quality = field(default_factory=Quality)
     faults: tuple[Fault, ...] = ()
 
     @property
-    def smooth(self) -> bool:
-        """Whether the network by itself gives nobody reason to give another up."""
+    def lossless(self) -> bool:
+        """Return whether the network loses nothing, so that only a fault can make a member look lost."""
         return self.quality.lost == 0.0 and self.quality.calls_lost == 0.0
 
 
-def draw_setting(
+def draw_scenario(
     seed: int, random: Random, members: int | None = None, kinds: Collection[str] = faults.USUAL
 ) -> Scenario:
-    """`members` is how many the job has at its start, if that is not for the seed to decide."""
-    rare = Random(f"rare faults of {seed}")  # its own, so that the rest of a job does not depend on them
+    """Return the scenario of a seed. `members` overrides the number of members at the start."""
+    rare = Random(f"rare faults of {seed}")  # a separate generator: rare faults do not change the rest of the scenario
     start = members or random.randint(3, 6)
     rough = random.random() < 0.2
     quality = Quality(
@@ -73,10 +73,10 @@ def draw_setting(
         settle=0.1,
         step_seconds=random.choice((0.1, 0.3, 0.6)),
         transfer_seconds=random.choice((0.0, 0.2, 1.0)),
-        spoiling=random.choice((8, 16)),
-        reducing=random.choice(algorithms("all_reduce")),
-        voting=random.choice(algorithms("all_reduce")),
-        gathering=random.choice(algorithms("all_gather")),
+        in_place_every=random.choice((8, 16)),
+        reduce_algorithm=random.choice(algorithms("all_reduce")),
+        vote_algorithm=random.choice(algorithms("all_reduce")),
+        gather_algorithm=random.choice(algorithms("all_gather")),
         quality=quality,
         durable=rare.random() < 0.5,
         faults=tuple(

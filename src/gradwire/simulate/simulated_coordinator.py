@@ -1,4 +1,4 @@
-"""The simulated coordinator: the real rules of calls, with a journal that survives its crashes."""
+"""Simulate the coordinator: it runs the shipped rules for calls, with a journal that survives its crashes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from gradwire.simulate.scenario import Scenario
 from gradwire.simulate.time import Clock, Event
 from gradwire.simulate.worker_profile import JOB
 
-HOLD_SECONDS = 1.0  # in which a call that has to wait is held back
-KEEPER_SECONDS = 1.0  # from the end of a coordinator whose journal failed to its next start
+HOLD_SECONDS = 1.0  # longest time for which the coordinator holds a call that has to wait
+RESTART_SECONDS = 1.0  # between the end of a coordinator whose journal failed and its next start
 
-Moment = Literal["now", "unwritten", "untold"]
-"""When it crashes: at once; at the next change that lasts, before that is written; or when it is, before it is told."""
+Moment = Literal["now", "unwritten", "unreported"]
+"""When the coordinator crashes: at once, before it writes the next lasting change, or after it has written the change
+and before it reports it."""
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class _Crashed(Exception):
 
 
 class Observer(Protocol):
-    """What the coordinator reports to."""
+    """Receives the coordinator's reports."""
 
     def note(self, process: Process | None, text: str, *facts: object) -> None: ...
 
@@ -52,23 +53,23 @@ class Observer(Protocol):
 
 
 class Coordinator(CallTarget):
-    """Answers calls one at a time. What lasts is written before anybody is told of it."""
+    """Answers one call at a time. A lasting change is written to the journal before it is reported."""
 
-    def __init__(self, setting: Scenario, network: Network, clock: Clock, random: Random, observer: Observer) -> None:
+    def __init__(self, scenario: Scenario, network: Network, clock: Clock, random: Random, observer: Observer) -> None:
         super().__init__("coordinator", "elsewhere", network.timeline, clock)
-        self._setting = setting
+        self._scenario = scenario
         self._network = network
         self._random = random
         self._observer = observer
-        self.disk = Disk(setting.durable)
-        self._runs = 0  # how many were begun without a journal
+        self.disk = Disk(scenario.durable)
+        self._runs = 0  # the number of starts without a journal
         self._start = 1
-        self._newest: dict[int, int] = {}  # by session: the last call heard, so that nothing is heard twice
+        self._newest: dict[int, int] = {}  # by session: the last call received, so that doubled calls are ignored
         self._held: list[_Held] = []
-        self._doomed: Moment | None = None
+        self._crash_moment: Moment | None = None
         self._due: Event | None = None
-        self._formed = False  # a generation, of which those who wait have not been told
-        self._unsynced = 0  # entries that the fsync under way has not made safe
+        self._formed = False  # a generation has formed, and held calls have not been answered yet
+        self._unsynced = 0  # entries whose fsync has not finished
         self._load()
 
     @property
@@ -88,17 +89,17 @@ class Coordinator(CallTarget):
         return tuple(member.id for member in self.membership.members)
 
     def _load(self) -> None:
-        """Go on from the journal; without one this is a new run."""
+        """Resume from the journal. Without a journal, begin a new run."""
         snapshot = self.disk.load()
-        setting = self._setting
+        scenario = self._scenario
         membership = Membership(
             JOB,
             run_id(self._runs + 1),
-            start=setting.start,
-            minimum=setting.minimum,
-            maximum=setting.maximum,
-            lease=setting.lease,
-            settle=setting.settle,
+            start=scenario.start,
+            minimum=scenario.minimum,
+            maximum=scenario.maximum,
+            lease=scenario.lease,
+            settle=scenario.settle,
         )
         self._rules = CallRules(membership, self._save, self._report)
         if snapshot is not None:
@@ -119,12 +120,12 @@ class Coordinator(CallTarget):
         self._attempt(lambda: self._call(request), lambda: self._answer(request, Unreachable()))
 
     def _attempt(self, act: Callable[[], None], failed: Callable[[], None] = nothing) -> None:
-        """Do something with the membership, and tell those who wait what has become of it. `failed` is called if the
-        journal cannot be written; a coordinator that crashes meanwhile does nothing more."""
+        """Change the membership, then answer the held calls that are due. If the journal cannot be written, call
+        `failed`. If the coordinator crashes meanwhile, stop."""
         try:
             act()
             self._answer_held()
-            self._plan_look()
+            self._schedule_tick()
         except JournalError:
             failed()
         except _Crashed:
@@ -137,7 +138,7 @@ class Coordinator(CallTarget):
                 outcome: Any = self._rules.register(claim, request.ticket, self.now, self.timeline.now)
                 if isinstance(outcome, Waiting):
                     self._held.append(_Held(claim, request, self.now + HOLD_SECONDS))
-                    self.later(HOLD_SECONDS, self._look)
+                    self.later(HOLD_SECONDS, self._tick)
                     return
             case "beat", (ids, gone, run):
                 outcome = self._rules.heartbeat(ids, gone, run, request.ticket, self.now)
@@ -154,16 +155,16 @@ class Coordinator(CallTarget):
         self.do(lambda: self._network.call(self, request.caller, lambda: request.answer(outcome)))
 
     def _answer_held(self) -> None:
-        """Answer those whom a new generation concerns, and those who have waited long enough."""
+        """Answer all held calls if a generation has formed, otherwise those that were held for `HOLD_SECONDS`."""
         formed, self._formed = self._formed, False
         for held in [held for held in self._held if formed or self.now >= held.until]:
             self._held.remove(held)
             self._answer(held.request, self._rules.outcome(held.claim, self.now))
 
     def _save(self, changes: Sequence[Change], snapshot: Mapping[str, Any]) -> None:
-        """Write an entry of the journal. While the disk is slow, nobody is told anything."""
-        if self._doomed == "unwritten":
-            self._fall("with a change unwritten")
+        """Write an entry of the journal. While the disk is slow, the coordinator is frozen and answers no call."""
+        if self._crash_moment == "unwritten":
+            self._crash("with a change unwritten")
             raise _Crashed
         try:
             seconds = self.disk.save(snapshot)
@@ -182,66 +183,66 @@ class Coordinator(CallTarget):
         if any(change.kind == "formed" for change in changes):
             self._formed = True
             self.do(partial(self._observer.formed, self.membership.generation, self.member_ids))
-        if self._doomed == "untold" and any(change.lasting for change in changes):
-            self._fall("with a change untold")
+        if self._crash_moment == "unreported" and any(change.lasting for change in changes):
+            self._crash("with a change unreported")
             raise _Crashed
 
     def _synced(self, start: int) -> None:
         if self._start == start:
             self._unsynced = 0
-            self.thaw()
+            self.resume()
 
-    def _look(self) -> None:
+    def _tick(self) -> None:
         self._attempt(lambda: self._rules.tick(self.now))
 
-    def _plan_look(self) -> None:
+    def _schedule_tick(self) -> None:
         if self._due is not None:
             self._due.cancel()
         due = self.membership.due()
-        self._due = self.later(max(0.0, due - self.now), self._look) if due is not None else None
+        self._due = self.later(max(0.0, due - self.now), self._tick) if due is not None else None
 
     # -- crashes ------------------------------------------------------------------------------------------------------
 
-    def fall(self, moment: Moment) -> None:
-        """Crash, now or at the next opportunity."""
+    def crash_at(self, moment: Moment) -> None:
+        """Crash now, or at the next lasting change."""
         if moment == "now":
-            self._fall("at once")
+            self._crash("at once")
         else:
-            self._doomed = moment
+            self._crash_moment = moment
 
     def lose_power(self, random: Random) -> None:
-        """Crash together with the host."""
-        self._fall("its host has no power any more", random)
+        """Crash because the host loses its power."""
+        self._crash("its host lost its power", random)
         self.disk.lose_power(random)
 
     def _fail(self, error: JournalError) -> None:
-        """The journal cannot be written: the process answers nothing more, ends, and is started again."""
+        """End and restart the process, because the journal cannot be written. Until then it answers no call."""
         self._observer.note(self, "%s", error)
 
         def end(start: int = self._start) -> None:
             if self._start == start and self.alive:
-                self._fall("because its journal failed")
-                self.timeline.after(KEEPER_SECONDS, lambda: self.rise(self.clock))
+                self._crash("because its journal failed")
+                self.timeline.after(RESTART_SECONDS, lambda: self.restart(self.clock))
 
         self.timeline.after(0.1, end)
 
-    def _fall(self, how: str, random: Random | None = None) -> None:
+    def _crash(self, how: str, random: Random | None = None) -> None:
         self._observer.note(self, "crashes, %s", how)
-        self._doomed = None
-        if self._unsynced:  # those after the first had not even begun
+        self._crash_moment = None
+        if self._unsynced:  # the first entry may have reached the disk; the fsync of the others had not begun
             first = (random or self._random).randint(0, 1)
             self.disk.drop(self._unsynced - first)
         self._unsynced = 0
         self.crash()
 
-    def rise(self, clock: Clock, *, anew: bool = False) -> None:
-        """Start again from the journal, or without it; its clock begins anywhere."""
-        self._doomed = None
-        if self.alive and not anew:
+    def restart(self, clock: Clock, *, without_journal: bool = False) -> None:
+        """Start the coordinator again, from its journal or without it, with a clock that has another origin."""
+        self._crash_moment = None
+        if self.alive and not without_journal:
             return
         if self.alive:
-            self._fall("to be started without its journal")
-        if anew:
+            self._crash("to be started without its journal")
+        if without_journal:
             self.disk.remove()
         self.clock = clock
         try:
@@ -249,7 +250,7 @@ class Coordinator(CallTarget):
         except JournalError as error:
             self._observer.note(self, "does not start: %s", error)
             if self.disk.full:
-                self.timeline.after(KEEPER_SECONDS, lambda: self.rise(clock))
+                self.timeline.after(RESTART_SECONDS, lambda: self.restart(clock))
             return
         self.alive = True
         self._start += 1
@@ -257,9 +258,9 @@ class Coordinator(CallTarget):
         self._held.clear()
         self._formed = False
         self._observer.resumed()
-        self._plan_look()
+        self._schedule_tick()
 
 
 def run_id(number: int) -> bytes:
-    """The id of the run that was begun as this one; others may begin in its place before the next."""
+    """Return the id of the number-th run that began without a journal. Gaps leave room for runs that replace it."""
     return (1000 * number).to_bytes(8, "big") + bytes(8)

@@ -1,4 +1,4 @@
-"""The processes of a simulated job, and what must hold for what they report: `Violation` is raised if it does not."""
+"""Run the processes of a simulated job, and raise `Violation` if their reports break an invariant."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ from gradwire.simulate.simulated_worker import NORMAL, Worker
 from gradwire.simulate.time import Clock, Timeline
 from gradwire.simulate.worker_profile import Profile
 
-KEPT = 400  # lines of history
-LINGER = 20.0  # seconds after a fault in which it may still be the cause of something
-STEPS_AFTER = 3  # committed after the last fault, and the job has gone on
+HISTORY_LINES = 400  # kept for the message of a violation
+AFTERMATH_SECONDS = 20.0  # time after a fault in which the fault still explains an eviction
+STEPS_AFTER = 3  # steps to commit after the last fault; then the job counts as continued
 _WHY = {"gone": "died", "left": "left"}
 
 
 class SimulatedJob:
-    """One simulated job: its processes, and the checks of what they report."""
+    """One simulated job: its processes, and checks of what they report."""
 
-    def __init__(self, seed: int, setting: Scenario, random: Random, again: str) -> None:
-        """`random` draws what happens from here on; `again` is the command that simulates this very job."""
+    def __init__(self, seed: int, scenario: Scenario, random: Random, replay_command: str) -> None:
+        """`random` draws all random choices from here on. `replay_command` is the command that simulates this job."""
         self.seed = seed
         self.random = random
-        self.setting = setting
+        self.scenario = scenario
         self.timeline = Timeline()
-        self.network = Network(self.timeline, Random(seed + 1), self.setting.quality)
+        self.network = Network(self.timeline, Random(seed + 1), self.scenario.quality)
         self._ledgers: dict[bytes, Invariants] = {}  # by run
-        self.history: deque[tuple[float, str, str, tuple[object, ...]]] = deque(maxlen=KEPT)
-        self.quiet_at = max((fault.over_at for fault in self.setting.faults), default=1.0)
+        self.history: deque[tuple[float, str, str, tuple[object, ...]]] = deque(maxlen=HISTORY_LINES)
+        self.faults_over_at = max((fault.over_at for fault in self.scenario.faults), default=1.0)
         self.ending = ""
-        self.lost: set[str] = set()  # whom an endless fault keeps from taking part
-        self.hosts = [f"h{number}" for number in range(self.setting.hosts)]
-        self._dark: set[str] = set()  # hosts without power
-        self._again = again
-        self._touched: dict[str, float] = {}
+        self.lost: set[str] = set()  # processes that an endless fault keeps out of the job
+        self.hosts = [f"h{number}" for number in range(self.scenario.hosts)]
+        self._hosts_without_power: set[str] = set()
+        self._replay_command = replay_command
+        self._disturbed_until: dict[str, float] = {}
         self._commits_after: set[int] = set()
         self.recovered_at: float | None = None
         self._watched_until = 0.0
         self._formed = 0
-        self._struck: dict[str, str] = {}  # off the present generation, and why
+        self._removed: dict[str, str] = {}  # members that were removed from the current generation, with the cause
         self._by_name: dict[str, Worker] = {}
-        self.let_in: dict[str, tuple[float, int]] = {}  # unfit newcomers: when first, and how often
+        self.unfit_admissions: dict[str, tuple[float, int]] = {}  # by unfit worker: time of the first, and their number
         self.impersonated: set[str] = set()  # members whose ids impostors have claimed
         self._impostors: list[Impostor] = []
-        self.coordinator = Coordinator(self.setting, self.network, self.new_clock(random), random, self)
+        self.coordinator = Coordinator(self.scenario, self.network, self.new_clock(random), random, self)
         self._launchers: dict[str, Launcher] = {}
-        if self.setting.launchers:
+        if self.scenario.launchers:
             for host in self.hosts:
-                self._add_launcher(host, restarts=self.setting.restarts)
-        for number in range(self.setting.start):
+                self._add_launcher(host, restarts=self.scenario.restarts)
+        for number in range(self.scenario.start):
             host = self.hosts[number % len(self.hosts)]
-            wish = number if self.setting.launchers else None
+            wish = number if self.scenario.launchers else None
             self.timeline.after(self.random.uniform(0.0, 0.2), partial(self.start_worker, host, wish))
 
-    # -- who is there -------------------------------------------------------------------------------------------------
+    # -- processes ----------------------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> list[Worker]:
@@ -81,9 +81,9 @@ class SimulatedJob:
         return self._by_name[name]
 
     def listens(self, member: Member) -> bool:
-        """False if it is certain that nobody listens any more where this member did; no answer is no proof."""
+        """Return False if this member's address refuses connections. An address without an answer counts as True."""
         worker = self._by_name[member.id]
-        return worker.host in self._dark or (worker.alive and worker.address == member.address)
+        return worker.host in self._hosts_without_power or (worker.alive and worker.address == member.address)
 
     def has_launcher(self, host: str) -> bool:
         return host in self._launchers
@@ -92,8 +92,8 @@ class SimulatedJob:
         hosts = {self._by_name[name].host for name in names}
         return [launcher.name for host, launcher in self._launchers.items() if host in hosts]
 
-    def spoken_for(self, names: list[str]) -> list[str]:
-        """The workers whose launchers are among these: their leases hang on them."""
+    def workers_of(self, names: list[str]) -> list[str]:
+        """Return the workers whose launchers are among these processes, because those launchers renew their leases."""
         hosts = [host for host, launcher in self._launchers.items() if launcher.name in names]
         return [worker.name for worker in self.workers if worker.host in hosts]
 
@@ -111,9 +111,9 @@ class SimulatedJob:
         )
 
     def invite(self, count: int, ticket: bytes) -> None:
-        """Workers on a host of their own join with a join token; their launcher has nothing but the token, too."""
+        """Start workers on a new host that hold a join token. Their launcher, if any, holds only the token too."""
         host = self.new_host()
-        if self.setting.launchers:
+        if self.scenario.launchers:
             self._add_launcher(host, ticket=ticket)
         for _ in range(count):
             self.start_worker(host, profile=Profile(ticket))
@@ -122,7 +122,7 @@ class SimulatedJob:
         self._impostors.append(Impostor(self, f"x{len(self._impostors)}", self.new_clock(random), random, ticket))
 
     def start_worker(self, host: str, wish: int | None = None, profile: Profile = NORMAL) -> None:
-        if host in self._dark:
+        if host in self._hosts_without_power:
             return
         number, random = len(self._by_name), self.random
         worker = Worker(self, number, host, self.new_clock(random), Random(random.getrandbits(32)), wish, profile)
@@ -132,70 +132,70 @@ class SimulatedJob:
         if host in self._launchers:
             launcher = self._launchers[host]
             launcher.watch(worker)
-            if launcher.name in self._touched:  # nobody may hear of its lease
-                self._touched[name] = self._touched[launcher.name]
+            if launcher.name in self._disturbed_until:  # the launcher may be unable to renew the worker's lease
+                self._disturbed_until[name] = self._disturbed_until[launcher.name]
             if launcher.name in self.lost:
                 self.lost.add(name)
 
     def end_worker(self, worker: Worker, power: bool = False) -> None:
         worker.crash(power)
-        self.touch(worker.name, 0.0)
+        self.disturb(worker.name, 0.0)
         if worker.host in self._launchers:
-            self._launchers[worker.host].lost(worker)
+            self._launchers[worker.host].worker_ended(worker)
 
     def end_host(self, host: str) -> None:
         self.hosts = [other for other in self.hosts if other != host] or self.hosts
         if host not in self.hosts:
-            self._dark.add(host)
+            self._hosts_without_power.add(host)
         if host in self._launchers:
             self._launchers[host].crash(power=True)
         for worker in [worker for worker in self.workers if worker.host == host]:
             self.end_worker(worker, power=True)
 
     def new_host(self) -> str:
-        """A host that no launcher with the job's secret looks after."""
+        """Return a new host, on which no launcher with the job's secret runs."""
         return f"guest{len(self._by_name)}"
 
     def new_clock(self, random: Random) -> Clock:
         return Clock(self.timeline, random.uniform(0.0, 1e6), random.uniform(0.999, 1.001))
 
-    # -- what is told -------------------------------------------------------------------------------------------------
+    # -- reports ------------------------------------------------------------------------------------------------------
 
     def note(self, process: Process | None, text: str, *facts: object) -> None:
-        """A line of history."""
+        """Add a line to the history."""
         self.history.append((self.timeline.now, process.name if process is not None else "network", text, facts))
 
-    def touch(self, name: str, seconds: float) -> None:
-        """Something happens to a member for some seconds: if others give it up, that is why."""
-        self._touched[name] = max(self._touched.get(name, 0.0), self.timeline.now + seconds)
+    def disturb(self, name: str, seconds: float) -> None:
+        """Record that a fault affects a process for some seconds, which explains an eviction."""
+        self._disturbed_until[name] = max(self._disturbed_until.get(name, 0.0), self.timeline.now + seconds)
 
     def changed(self, change: Change) -> None:
-        """The coordinator tells of a change."""
+        """Check a change that the coordinator reports."""
         self.note(self.coordinator, "%s: %s %s", change.kind, change.member or "", change.text)
         if change.member is not None:
             worker = self._by_name[change.member]
             if worker.alive and (change.kind == "gone" or (change.kind == "left" and not worker.leaving)):
-                self.fail(f"{worker.name} was struck off because it {_WHY[change.kind]}, and it is still there")
-            if change.kind == "silent" and self._is_untouched(worker):
-                self.fail(f"{worker.name} was not heard of for the time of its lease, and nothing had happened to it")
+                self.fail(f"{worker.name} was removed because it {_WHY[change.kind]}, but it is still alive")
+            if change.kind == "silent" and self._is_undisturbed(worker):
+                self.fail(f"{worker.name} was removed because its lease ran out, but no fault had affected it")
             if change.kind in get_args(Cause):
-                self._struck[change.member] = change.kind
+                self._removed[change.member] = change.kind
             elif change.kind == "returned":
-                self._struck.pop(change.member, None)
+                self._removed.pop(change.member, None)
 
     def committed(self, worker: Worker, version: Version) -> None:
-        """A member has learned that a step is committed."""
+        """Check a step that a member has learned to be committed."""
         self.ledger_of(worker.run).commit(worker.name, version, worker.state)
-        if self.timeline.now >= self.quiet_at and worker.run == self.coordinator.run:
+        if self.timeline.now >= self.faults_over_at and worker.run == self.coordinator.run:
             if self.recovered_at is None:
                 self.recovered_at = self.timeline.now
             self._commits_after.add(version[0])
             if len(self._commits_after) >= STEPS_AFTER and self.timeline.now >= self._watched_until:
-                self.ending = "went on"
+                self.ending = "continued"
 
     @property
     def ledger(self) -> Invariants:
-        """Of the run that the coordinator serves."""
+        """Return the ledger of the run that the coordinator serves."""
         return self.ledger_of(self.coordinator.run)
 
     def ledger_of(self, run: bytes) -> Invariants:
@@ -205,7 +205,7 @@ class SimulatedJob:
         return self._ledgers[run]
 
     def state_is_held(self, run: bytes) -> bool:
-        """Whether a living member of a run has a sound copy of what was committed last, or of something later."""
+        """Return whether a living member of a run has an intact copy of the last committed state, or of a later one."""
         return bool(self._holders(run))
 
     def _holders(self, run: bytes) -> list[str]:
@@ -214,29 +214,29 @@ class SimulatedJob:
         return [one.name for one in able if ledger.holds(one.protocol.version, one.state)]
 
     def state_lost(self, worker: Worker, members: list[str], error: StateLost) -> None:
-        """A generation has found that none of its members has a sound copy of what was committed."""
+        """Check the report of a generation that none of its members has an intact copy of the committed state."""
         holders = self._holders(worker.run)
         if any(name in members for name in holders):
-            self.fail(f"{worker.name} gives the state up as lost, and {holders} have it: {error}")
-        self.ending = "state lost, but held by one outside" if holders else "state lost"
+            self.fail(f"{worker.name} reports the state as lost, but {holders} have it: {error}")
+        self.ending = "state lost, but held outside of the generation" if holders else "state lost"
 
     def refused(self, worker: Worker, reason: str) -> None:
-        """The coordinator has turned a worker away for good: it ends with an error that says why."""
+        """Check a refusal by the coordinator, which ends the worker."""
         of_another_run = worker.run not in (b"", self.coordinator.run)
-        if worker.name in self.impersonated and worker.generation == 0:  # its id was free, and is taken now
-            self.ending = "an impostor has taken a free id"
+        if worker.name in self.impersonated and worker.generation == 0:  # an impostor has taken the worker's free id
+            self.ending = "an impostor took a free id"
             return
         if not worker.profile.refusable and not of_another_run and "requires transport 'shm'" not in reason:
             self.fail(f"{worker.name} was refused: {reason}")
         self.note(worker, "is refused: %s", reason)
 
-    def broke_down(self, process: Process) -> Callable[[BaseException], None]:
-        """What becomes of an error that a program of a process did not expect."""
+    def error_handler(self, process: Process) -> Callable[[BaseException], None]:
+        """Return a function that turns an unexpected error of a process into a violation."""
 
         def failed(error: BaseException) -> None:
             if isinstance(error, Violation):
                 raise error
-            raise self._violation(f"{process.name} broke down: {type(error).__name__}: {error}") from error
+            raise self._violation(f"{process.name} raised {type(error).__name__}: {error}") from error
 
         return failed
 
@@ -244,73 +244,76 @@ class SimulatedJob:
         raise self._violation(reason)
 
     def _violation(self, reason: str) -> Violation:
-        lines = [f"  {time:9.4f}  {who:14} {text % facts}" for time, who, text, facts in self.history]
-        head = [f"  {self.setting}"]
-        return Violation(self.seed, f"{reason} (at {self.timeline.now:.4f} s)", "\n".join(head + lines), self._again)
+        lines = [f"  {time:9.4f}  {name:14} {text % facts}" for time, name, text, facts in self.history]
+        head = [f"  {self.scenario}"]
+        return Violation(
+            self.seed, f"{reason} (at {self.timeline.now:.4f} s)", "\n".join(head + lines), self._replay_command
+        )
 
-    # -- what must hold -----------------------------------------------------------------------------------------------
+    # -- checks of generations ----------------------------------------------------------------------------------------
 
     def formed(self, number: int, ids: tuple[str, ...]) -> None:
-        """The coordinator has formed a generation, and that is in its journal."""
+        """Check a generation that the coordinator has formed and written to its journal."""
         run, ledger = self.coordinator.run, self.ledger
         self.note(self.coordinator, "generation %d: %s", number, ids)
-        ledger.formed(number, ids, self._struck.keys(), self.setting.minimum, self.setting.maximum)
+        ledger.formed(number, ids, self._removed.keys(), self.scenario.minimum, self.scenario.maximum)
         self._formed = number
-        if self.coordinator.previous_run:  # its members' leases must be kept in the new run, too
-            self._watched_until = self.timeline.now + self.setting.lease + 5.0
+        if self.coordinator.previous_run:  # simulate long enough to see that leases are renewed in the new run too
+            self._watched_until = self.timeline.now + self.scenario.lease + 5.0
         for name in ids:
             self._check_fitness(self._by_name[name], run)
         for name in ledger.generations.get(number - 1, ()):
-            if name not in ids and self._struck.get(name) != "replaced":
+            if name not in ids and self._removed.get(name) != "replaced":
                 self._check_eviction(name)
-        self._struck = {}
+        self._removed = {}
 
     def resumed(self) -> None:
-        """The coordinator was started again."""
+        """Check the state of the coordinator after a restart."""
         number, known = self.coordinator.membership.generation, max(self.ledger.generations, default=0)
-        self.note(self.coordinator, "is back with run %d, and knows generation %d", self.ledger.run, number)
+        self.note(self.coordinator, "has restarted with run %d, and knows generation %d", self.ledger.run, number)
         if number < known:
-            self.fail(f"the coordinator goes on with run {self.ledger.run} and knows generation {number} of {known}")
-        if known != self._formed:  # it is another run
-            self._struck, self._formed = {}, known
+            self.fail(f"the coordinator resumes run {self.ledger.run}, but knows generation {number} of {known}")
+        if known != self._formed:  # the coordinator serves another run now
+            self._removed, self._formed = {}, known
         if number > known:
             self.formed(number, self.coordinator.member_ids)
 
     def _check_fitness(self, worker: Worker, run: bytes) -> None:
-        """A generation may only have members that it can work with."""
-        first = self._formed == min(self.ledger.generations)  # of this run: there was nobody to compare it with
-        founder = first and worker.run == self.coordinator.previous_run
+        """Check that a new generation may have this worker as a member."""
+        first = self._formed == min(self.ledger.generations)
+        founder = first and worker.run == self.coordinator.previous_run  # a run may begin with members of the last one
         if worker.run not in (b"", run) and worker.name in self.impersonated:
-            self.ending = "an impostor took a free id"  # a token holder may choose any id that nobody has
+            self.ending = "an impostor took a free id"  # the holder of a join token may choose any free id
             return
         if worker.run not in (b"", run) and not founder:
-            theirs, ours = self.ledger_of(worker.run).run, self.ledger.run
-            self.fail(f"{worker.name} is a member of run {theirs}, and was taken into run {ours}")
+            other_run, this_run = self.ledger_of(worker.run).run, self.ledger.run
+            self.fail(f"{worker.name} is a member of run {other_run}, but was admitted to run {this_run}")
+        # In the first generation of a run there was no other member to compare its host with.
         began = worker.name in self.ledger.generations[min(self.ledger.generations)]
         if worker.profile.refusable and not (began and worker.profile.unfit == "memory of another host"):
-            self.fail(f"{worker.name} is unfit ({worker.profile.unfit}), and was taken into generation {self._formed}")
+            self.fail(f"{worker.name} is unfit ({worker.profile.unfit}), but was admitted to generation {self._formed}")
         if worker.profile.unfit:
-            self._check_rests(worker.name)
+            self._check_waiting_times(worker.name)
 
-    def _check_rests(self, name: str) -> None:
-        """A newcomer that breaks each generation it is let into has to wait twice as long each time."""
-        first, times = self.let_in.get(name, (self.timeline.now, 0))
-        self.let_in[name] = first, times + 1
+    def _check_waiting_times(self, name: str) -> None:
+        """Check that an unfit worker, which breaks each generation that it joins, waits twice as long each time."""
+        first, times = self.unfit_admissions.get(name, (self.timeline.now, 0))
+        self.unfit_admissions[name] = first, times + 1
         waited = self.timeline.now - first
         if times > 2 + math.log2(1 + waited / BACKOFF):
-            self.fail(f"{name} is unfit, and was let in {times + 1} times in {waited:.1f} s")
+            self.fail(f"{name} is unfit, but was admitted {times + 1} times in {waited:.1f} s")
 
     def _check_eviction(self, name: str) -> None:
         worker = self._by_name[name]
-        # Who leaves while all still find each other may close a link before its goodbye is through.
-        found_each_other = self._formed - 1 in self.ledger.bases
-        if found_each_other and not worker.leaving and self._is_untouched(worker):
-            self.fail(f"{name} was evicted, and nothing had happened to it")
+        # A member that leaves during set-up may close a link before its goodbye message has arrived.
+        was_set_up = self._formed - 1 in self.ledger.bases
+        if was_set_up and not worker.leaving and self._is_undisturbed(worker):
+            self.fail(f"{name} was evicted, but no fault had affected it")
 
-    def _is_untouched(self, worker: Worker) -> bool:
-        """Whether a worker lives, and nothing happened to it lately for which others could give it up."""
+    def _is_undisturbed(self, worker: Worker) -> bool:
+        """Return whether a worker is alive and no recent fault explains that other members lost it."""
         launcher = self._launchers.get(worker.host)
         if launcher is not None and not launcher.alive:
             return False
-        lately = self.timeline.now <= self._touched.get(worker.name, -LINGER) + LINGER
-        return worker.alive and self.setting.smooth and not lately
+        recently = self.timeline.now <= self._disturbed_until.get(worker.name, -AFTERMATH_SECONDS) + AFTERMATH_SECONDS
+        return worker.alive and self.scenario.lossless and not recently

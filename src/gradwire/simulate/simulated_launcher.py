@@ -1,4 +1,4 @@
-"""A simulated launcher: sends heartbeats for the workers of its host, reports deaths, and starts replacements."""
+"""Simulate a launcher: it sends heartbeats for the workers of its host, reports their ends and starts replacements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.simulate.simulated_worker import Worker
 from gradwire.simulate.time import Clock
 
 INTERVAL = 1.0  # seconds from one heartbeat to the next
-NOTICE_SECONDS = 0.01  # from a worker's death to the launcher's knowing of it
+NOTICE_SECONDS = 0.01  # until the launcher notices the end of a worker
 
 
 class Launcher(Process):
@@ -32,7 +32,7 @@ class Launcher(Process):
         restarts: int = 0,
         ticket: bytes = b"",
     ) -> None:
-        """`start` starts a worker on a host. `ticket` proves a join token, for a launcher without the job's secret."""
+        """`start` starts a worker on a host. `ticket` belongs to the join token of a launcher without the secret."""
         super().__init__(f"launcher of {host}", host, network.timeline, clock)
         self._start = start
         self._random = random
@@ -46,24 +46,25 @@ class Launcher(Process):
         self._workers[worker.name] = worker
         self._rules.watch([worker.name])
 
-    def lost(self, worker: Worker) -> None:
-        """The system tells of a worker's end."""
-        self.later(NOTICE_SECONDS, lambda: self._bury(worker))
+    def worker_ended(self, worker: Worker) -> None:
+        """Notice the end of a worker, which the operating system reports."""
+        self.later(NOTICE_SECONDS, lambda: self._remove(worker))
 
-    def _bury(self, worker: Worker) -> None:
+    def _remove(self, worker: Worker) -> None:
         self._workers.pop(worker.name, None)
         self._rules.end([worker.name])
-        self._say()
+        self._send_heartbeat()
         if self._restarts and not worker.leaving:
             self._restarts -= 1
             self.later(self._random.uniform(0.2, 2.0), lambda: self._start(self.host))
 
     def _beat(self) -> None:
-        self._say()
+        self._send_heartbeat()
         self.later(INTERVAL, self._beat)
 
-    def _say(self) -> None:
-        stopped = [name for name, worker in self._workers.items() if worker.stopped]  # the system tells that, too
+    def _send_heartbeat(self) -> None:
+        # The operating system also reports which workers a signal has stopped.
+        stopped = [name for name, worker in self._workers.items() if worker.stopped]
         heartbeat = self._rules.next(stopped)
 
         def answered(news: object) -> None:

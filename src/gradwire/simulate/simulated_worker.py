@@ -1,7 +1,7 @@
-"""A simulated member of an elastic job: it registers, trains, breaks, recovers, and keeps its lease.
+"""Simulate a member of an elastic job: it registers, trains, breaks, recovers and renews its lease.
 
-What decides is the real thing, `SessionProtocol` and `StepProtocol`; what is simulated is what they ask for: calls to
-the coordinator, links, collectives, and the transfer of the state.
+All decisions are made by the shipped code, `SessionProtocol` and `StepProtocol`. Their requests are simulated: calls to
+the coordinator, links, collectives and the transfer of the state.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from gradwire.training import step_protocol
 from gradwire.training.commit_rules import NONE, Settlement, has_joiners
 from gradwire.training.step_protocol import Gather, GatherDigests, HandOver, NextGeneration, Pause, StepProtocol, Vote
 
-LEASE_BEAT = 1.0
+LEASE_SECONDS = 1.0  # between two renewals of a lease
 NORMAL = Profile()
 
 
 class _Left(Exception):
-    """The member has left its generation, for good."""
+    """The member leaves the job."""
 
 
 class WorkerJob(Peers, Protocol):
-    """What a worker needs of the job that it is in, and what it reports to it."""
+    """The parts of the job that a worker uses, and its reports to the job."""
 
     seed: int
-    setting: Scenario
+    scenario: Scenario
     timeline: Timeline
     network: Network
 
@@ -57,7 +57,7 @@ class WorkerJob(Peers, Protocol):
 
     def fail(self, reason: str) -> NoReturn: ...
 
-    def broke_down(self, process: Process) -> Callable[[BaseException], None]: ...
+    def error_handler(self, process: Process) -> Callable[[BaseException], None]: ...
 
     def ledger_of(self, run: bytes) -> Invariants: ...
 
@@ -90,9 +90,9 @@ class Worker(Listener):
         self.profile = profile
         self.leaving = False
         self._rank: Rank | None = None
-        self.joined = False  # it was not in the generation before the present one
-        self.stranger = False  # it has joined, and does not have the state yet
-        self.waiting = ""  # for what, as the coordinator says
+        self.joined = False  # it was not in the previous generation
+        self.stranger = False  # it has joined and does not have the training state yet
+        self.waiting = ""  # the coordinator's reason why it has to wait
         self.news: News | None = None
         self.state = beginning(random.randrange(1, 50))
         self._session = SessionProtocol(elastic=True, past=Past(profile.generation, profile.run))
@@ -107,28 +107,28 @@ class Worker(Listener):
         self._ip = f"10.0.{number >> 8}.{number & 255}"
         self.address = ""
         self._attempts = 0
-        self._claims = random.randbytes(16)  # the session of its claims
-        self._knocks: list[tuple[Hello, End]] = []
+        self._claim_session = random.randbytes(16)
+        self._early_streams: list[tuple[Hello, End]] = []
         self._coordinator = Caller(self, job.coordinator, job.network, profile.ticket)
-        self.thread = Thread(self, self._live(), job.broke_down(self))
+        self.thread = Thread(self, self._live(), job.error_handler(self))
         if not job.has_launcher(host):
             self._lease = Caller(self, job.coordinator, job.network, profile.ticket)
-            self._keep_lease()
+            self._renew_lease()
 
     @property
     def rank(self) -> Rank:
-        """Its part in the present generation."""
+        """Return this worker's rank in the current generation."""
         assert self._rank is not None
         return self._rank
 
     @property
     def run(self) -> bytes:
-        """Of which it is a member; empty before its first generation."""
+        """Return the run that it is a member of; empty before its first generation."""
         return self._session.run
 
     @property
     def generation(self) -> int:
-        """The last one that it was in."""
+        """Return the last generation that it was in."""
         return self._session.generation
 
     def wake(self) -> None:
@@ -154,16 +154,16 @@ class Worker(Listener):
             self._job.end_worker(self)
 
     def _step(self, step: int) -> Program:
-        """One step, as a user's program does it; its last act is the vote."""
-        rank, state, setting = self.rank, self.state, self._job.setting
+        """Run one step as a user's program does. It ends with the vote."""
+        rank, state, scenario = self.rank, self.state, self._job.scenario
         try:
-            yield from self.compute(setting.step_seconds * self._random.uniform(0.5, 1.5))
-            spoils = step % setting.spoiling == rank.rank
-            if spoils:
-                state += 1  # a body that works in place: cut short, it leaves this behind
+            yield from self.compute(scenario.step_seconds * self._random.uniform(0.5, 1.5))
+            in_place = step % scenario.in_place_every == rank.rank
+            if in_place:
+                state += 1  # the body changes the state in place: if it is interrupted, the state stays changed
             total = gradient(self._job.seed, step, rank.rank, rank.size)
-            yield from rank.calls.run("all_reduce", setting.reducing, total, total, "sum")
-            state[:] = applied(state - 1 if spoils else state, total)
+            yield from rank.calls.run("all_reduce", scenario.reduce_algorithm, total, total, "sum")
+            state[:] = applied(state - 1 if in_place else state, total)
         except Broken as error:
             yield from self._follow(self.protocol.recover(error))
             return
@@ -188,10 +188,10 @@ class Worker(Listener):
                 self.joined = joined
                 return (yield from self._set_up(assembly, request.within))
             case Repeat(generation, error):
-                self._job.note(self, "generation %d did not come about: %s", generation, str(error))
+                self._job.note(self, "generation %d could not be set up: %s", generation, str(error))
 
     def _register(self, past: Past) -> Program:
-        """Ask the coordinator until it has a generation for this member."""
+        """Call the coordinator until it has a generation for this member, and return the generation."""
         self._attempts += 1
         self.address = f"{self._ip}:{self._attempts}"
         self._job.note(self, "registers after generation %d, lost %s", past.generation, past.lost)
@@ -207,15 +207,15 @@ class Worker(Listener):
                 return outcome
             self.waiting = outcome.reason
             if not outcome.reason:
-                self._job.fail(f"{self.name} waits and is not told for what")
+                self._job.fail(f"{self.name} waits, but the coordinator gave no reason")
 
     def _claim(self, past: Past) -> Claim:
         first, unfit = past.generation == 0, self.profile.unfit
         return Claim(
             self.member(),
-            self._job.setting.start if first and self._wish is not None else None,
+            self._job.scenario.start if first and self._wish is not None else None,
             None,
-            self._claims,
+            self._claim_session,
             protocol=PROTOCOL - (unfit == "old protocol"),
             transport={"no data plane": "", "memory of another host": "shm"}.get(unfit or "", "auto"),
             **asdict(past),
@@ -229,7 +229,7 @@ class Worker(Listener):
 
     def _set_up(self, assembly: Assembly, within: float | None) -> Program:
         rank = self._rank = Rank(self, assembly, self._job.network, self._job, self._version)
-        self._answer_knocks()
+        self._open_early_streams()
         try:
             yield from rank.connect(self.now + (within or SET_UP_SECONDS))
         except GradwireError as error:
@@ -241,7 +241,7 @@ class Worker(Listener):
             return Failure(error, unreachable)
         return None
 
-    # -- what all ranks do together -----------------------------------------------------------------------------------
+    # -- requests of the step protocol --------------------------------------------------------------------------------
 
     def _follow(self, steps: step_protocol.Steps) -> Program:
         yield from drive(steps, self._perform)
@@ -249,10 +249,10 @@ class Worker(Listener):
     def _perform(self, request: step_protocol.Request) -> Program:
         match request:
             case Vote(ballot):
-                yield from self.rank.calls.run("all_reduce", self._job.setting.voting, ballot, ballot, "max")
+                yield from self.rank.calls.run("all_reduce", self._job.scenario.vote_algorithm, ballot, ballot, "max")
                 return ballot
             case Gather(value) | GatherDigests(value):
-                return (yield from self.rank.gather(value, self._job.setting.gathering))
+                return (yield from self.rank.gather(value, self._job.scenario.gather_algorithm))
             case HandOver():
                 yield from self._hand_over(request)
             case NextGeneration():
@@ -267,53 +267,53 @@ class Worker(Listener):
         if request.giver != rank.rank:
             yield from rank.pull(self.state, request.giver, request.overwrite)
             if digest(self.state) != request.digest:
-                self._job.fail(f"{self.name} has pulled a state with another digest than it was promised")
+                self._job.fail(f"{self.name} has pulled a state whose digest is not the expected one")
             return
         for taker in request.takers:
-            yield from rank.give(self.state, taker, self._job.setting.transfer_seconds)
+            yield from rank.give(self.state, taker, self._job.scenario.transfer_seconds)
 
     # -- other threads ------------------------------------------------------------------------------------------------
 
-    def _keep_lease(self) -> None:
-        """A lone worker's beats to the coordinator."""
-        self._lease.send("beat", ([self.name], [], self.run), self._hear_news)
-        self.later(LEASE_BEAT, self._keep_lease)
+    def _renew_lease(self) -> None:
+        """Send a heartbeat to the coordinator, for a worker that no launcher sends heartbeats for."""
+        self._lease.send("beat", ([self.name], [], self.run), self._receive_news)
+        self.later(LEASE_SECONDS, self._renew_lease)
 
-    def _hear_news(self, news: object) -> None:
+    def _receive_news(self, news: object) -> None:
         if isinstance(news, News):
             self.news = news
 
-    def knocked(self, hello: Hello, end: End) -> None:
-        """Somebody's first packet has arrived at this host."""
+    def dialed(self, hello: Hello, end: End) -> None:
+        """Handle the first packet of a new stream."""
         if not self.alive:
-            end.close()  # nobody listens there; if the host has no power, `close` goes nowhere
+            end.close()  # refuse the connection; if the host has no power, the other end does not notice it
         else:
             end.ready = nothing
             self.do(lambda: self._open(hello, end))
 
     def _open(self, hello: Hello, end: End) -> None:
-        if hello.address != self.address:  # a door of an earlier generation, closed since
+        if hello.address != self.address:  # the address of an earlier generation, which is closed
             end.close()
         elif self._rank is None:
-            self._knocks.append((hello, end))
+            self._early_streams.append((hello, end))
         elif (self._rank.assembly.run, self._rank.number) == (hello.run, hello.generation):
             self._rank.welcome(hello, end)
         else:
             end.close()
 
-    def _answer_knocks(self) -> None:
-        knocks, self._knocks = self._knocks, []
-        for hello, end in knocks:
+    def _open_early_streams(self) -> None:
+        early, self._early_streams = self._early_streams, []
+        for hello, end in early:
             self._open(hello, end)
 
     def ends_generation(self) -> bool:
-        """Whether this member votes for the end of its generation: others wait to join, or it wants to leave."""
+        """Return whether this member votes to end its generation: other workers wait to join, or it is leaving."""
         news = self.news if self._session.concerns(self.news) else None
         return self.leaving or has_joiners(news, self.generation)
 
 
 class _Replica:
-    """A simulated member, as the step protocol sees it."""
+    """A simulated member, in the form that the step protocol uses."""
 
     def __init__(self, worker: Worker, job: WorkerJob) -> None:
         self._worker = worker
@@ -350,10 +350,10 @@ class _Replica:
         return 1
 
     def leave(self) -> None:
-        """Never: each member begins one run."""
+        """Never called: each member begins one run."""
 
     def is_short_of_members(self, wanted: int) -> None:
-        """Never: the coordinator has the same minimum."""
+        """Never called: the coordinator has the same minimum."""
 
     def begins(self) -> None:
         self._worker.stranger = self._worker.joined
@@ -372,10 +372,10 @@ class _Replica:
             self._job.committed(self._worker, version)
 
     def diverged(self, error: ReplicasDiverged) -> None:
-        """Never: a divergence is raised."""
+        """Never called: the protocol raises a divergence as an error."""
 
     def broke(self, error: Broken, step: int) -> None:
         self._job.note(self._worker, "generation %d broke after step %d: %s", self.generation, step, str(error))
 
     def recovered(self) -> None:
-        self._job.note(self._worker, "generation %d of %d goes on", self.generation, self.size)
+        self._job.note(self._worker, "continues in generation %d of %d members", self.generation, self.size)

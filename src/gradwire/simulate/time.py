@@ -1,4 +1,4 @@
-"""Virtual time: a queue of what happens when. Nothing here waits, and equal seeds give equal orders."""
+"""Provide virtual time: a queue of events, and clocks. Nothing here waits, and the order of events is deterministic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Action = Callable[[], None]
 
 
 class Event:
-    """Something that is going to happen, unless it is cancelled."""
+    """An action that is scheduled, unless it is cancelled."""
 
     __slots__ = ("action",)
 
@@ -21,7 +21,7 @@ class Event:
 
 
 class Timeline:
-    """Events in the order of their time; of equal ones the one that was planned first."""
+    """Events in the order of their time. Events of equal time run in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -33,14 +33,14 @@ class Timeline:
         return self.at(self.now + seconds, action)
 
     def at(self, time: float, action: Action) -> Event:
-        """Plan an event; what should have happened already happens next."""
+        """Schedule an event. An event in the past runs next."""
         event = Event(action)
         self._planned += 1
         heapq.heappush(self._queue, (max(time, self.now), self._planned, event))
         return event
 
     def step(self) -> bool:
-        """Let the next event happen; False if nothing is planned any more."""
+        """Run the next event. Return False if no event is left."""
         while self._queue:
             time, _, event = heapq.heappop(self._queue)
             if event.action is not None:
@@ -52,7 +52,7 @@ class Timeline:
 
 
 class Clock:
-    """What a process reads: not quite the true time, and never the same zero as anybody else's."""
+    """The clock of a process. It has its own origin, and its rate differs from the true one."""
 
     __slots__ = ("_offset", "_rate", "_timeline")
 
@@ -66,11 +66,11 @@ class Clock:
         return self._offset + self._timeline.now * self._rate
 
     def skew(self, rate: float) -> None:
-        """Run faster or slower from now on, without a jump."""
+        """Change the rate from now on, without a jump."""
         now = self.now
         self._rate = rate
         self._offset = now - self._timeline.now * rate
 
     def seconds(self, local: float) -> float:
-        """True seconds in which this clock counts so many."""
+        """Return the true seconds in which this clock advances by `local` seconds."""
         return local / self._rate

@@ -1,7 +1,7 @@
-"""The training that simulated members do: small, and exact.
+"""Define the training of simulated members, which is small and exact.
 
-Gradients follow from (seed, step, rank, size) and are whole numbers, so their sum is the same in any order and what a
-step must lead to can be computed by anybody.
+A gradient is a function of (seed, step, rank, size) with whole numbers. So the sum of the gradients is the same in any
+order, and the checks can compute the correct state after each step.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _PLACES = np.arange(1, ELEMENTS + 1)
 
 
 def beginning(number: int) -> Array:
-    """A state to begin with."""
+    """Return an initial state."""
     return (_PLACES * number).astype(np.float32)
 
 
 def gradient(seed: int, step: int, rank: int, size: int) -> Array:
-    """What one rank contributes to a step."""
+    """Return the gradient of one rank in a step."""
     return (_PLACES * (seed % 1009 + 31 * step + 7 * rank + 3 * size + 1) % 97).astype(np.float32)
 
 
 def applied(state: Array, total: Array) -> Array:
-    """The state after a step whose gradients add up to `total`."""
+    """Return the state after a step whose gradients add up to `total`."""
     return (state * 3 + total) % MODULUS
 
 

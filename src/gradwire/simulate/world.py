@@ -1,8 +1,8 @@
-"""A whole job in virtual time, from one seed: its members, its coordinator, the network, and what happens to them.
+"""Simulate a whole job and its faults in virtual time, from one seed.
 
-    World(seed).run()    →  Outcome, or `Violation` with the history of what led to it
+    World(seed).run()    →  `Outcome`, or raises `Violation` with the history that led to it
 
-Nothing in it depends on anything but the seed, so whatever was found once is found again.
+The simulation depends on the seed only, so a violation can be replayed with its seed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 
 from gradwire.membership.coordinator.state_machine import SILENT_GRACE
 from gradwire.simulate import faults
-from gradwire.simulate.fault_effects import strike
-from gradwire.simulate.scenario import Scenario, draw_setting
+from gradwire.simulate.fault_effects import apply_fault
+from gradwire.simulate.scenario import Scenario, draw_scenario
 from gradwire.simulate.simulated_job import SimulatedJob
 
-PROGRESS_SECONDS = 150.0  # seconds after the last fault in which the job must go on
-RESTARTED = 5.0  # seconds after the last fault in which launchers have started whom they would
-ENDLESS = 2_000_000  # events: something goes round in circles
+PROGRESS_SECONDS = 150.0  # limit for the next commits after the last fault
+RESTART_SECONDS = 5.0  # after the last fault; by then launchers have started all replacements
+MAX_EVENTS = 2_000_000  # more events mean an endless loop
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a simulated job went."""
+    """The result of a simulated job."""
 
     seed: int
     steps: int
@@ -36,35 +36,35 @@ class Outcome:
     events: int
     recovery: float  # seconds from the end of the last fault to the next committed step
     ending: str
-    faults: tuple[str, ...] = ()  # by kind
+    faults: tuple[str, ...] = ()  # the kind of each fault
 
 
 class World(SimulatedJob):
-    """One simulated job, and what happens to it."""
+    """One simulated job and its faults."""
 
     def __init__(
         self,
         seed: int,
-        setting: Scenario | None = None,
+        scenario: Scenario | None = None,
         members: int | None = None,
         kinds: Collection[str] = faults.USUAL,
     ) -> None:
-        """`kinds` are the faults to draw from; `setting` decides on everything instead."""
+        """`kinds` are the kinds of faults to draw. `scenario` replaces the scenario that the seed would draw."""
         random = Random(seed)
-        setting = setting or draw_setting(seed, random, members, kinds)
-        super().__init__(seed, setting, random, faults.command(seed, members, kinds))
-        self.timeline.at(self.quiet_at + RESTARTED, self._look_for_life)
-        for fault in setting.faults:
-            self.timeline.at(fault.at, partial(strike, self, fault))
+        scenario = scenario or draw_scenario(seed, random, members, kinds)
+        super().__init__(seed, scenario, random, faults.command(seed, members, kinds))
+        self.timeline.at(self.faults_over_at + RESTART_SECONDS, self._check_member_count)
+        for fault in scenario.faults:
+            self.timeline.at(fault.at, partial(apply_fault, self, fault))
 
     def run(self) -> Outcome:
-        """Let everything happen, until the job has gone on after the last fault."""
+        """Run all events until the job has committed steps after the last fault, or has ended."""
         with np.errstate(all="ignore"):
             while not self.ending:
-                goes_on = self.timeline.step()
-                if not goes_on or self.timeline.now > self._limit or self.timeline.happened > ENDLESS:
-                    self._give_up()
-        recovery = (self.recovered_at or self.timeline.now) - self.quiet_at
+                happened = self.timeline.step()
+                if not happened or self.timeline.now > self._limit or self.timeline.happened > MAX_EVENTS:
+                    self._time_out()
+        recovery = (self.recovered_at or self.timeline.now) - self.faults_over_at
         return Outcome(
             self.seed,
             self.ledger.committed + 1,
@@ -73,27 +73,31 @@ class World(SimulatedJob):
             self.timeline.happened,
             max(0.0, recovery),
             self.ending,
-            tuple(fault.kind for fault in self.setting.faults),
+            tuple(fault.kind for fault in self.scenario.faults),
         )
 
     @property
     def _limit(self) -> float:
-        """When the job must have gone on. Each unfit newcomer that was let in may be waited for once."""
-        return self.quiet_at + PROGRESS_SECONDS + len(self.let_in) * (self.setting.lease + SILENT_GRACE)
+        """Return the time limit for the next commits. Each admitted unfit worker may delay the job once."""
+        delays = len(self.unfit_admissions) * (self.scenario.lease + SILENT_GRACE)
+        return self.faults_over_at + PROGRESS_SECONDS + delays
 
-    def _look_for_life(self) -> None:
+    def _check_member_count(self) -> None:
         runs = (b"", self.coordinator.run)
         able = [one for one in self.workers if one.run in runs and not one.profile.unfit and one.name not in self.lost]
-        if len(able) < self.setting.minimum:
-            self.ending = "too few"
+        if len(able) < self.scenario.minimum:
+            self.ending = "too few members"
 
-    def _give_up(self) -> None:
-        """Time is over."""
-        self._look_for_life()
+    def _time_out(self) -> None:
+        """End the job at its limit: as a violation, unless too few members are left or all have left."""
+        self._check_member_count()
         if self.ending:
             return
         if all(worker.leaving for worker in self.workers):
             self.ending = "all left"
         else:
-            waits = [f"{worker.name} in {worker.generation}: {worker.waiting or 'at work'}" for worker in self.workers]
+            waits = [
+                f"{worker.name} in generation {worker.generation}: {worker.waiting or 'training'}"
+                for worker in self.workers
+            ]
             self.fail(f"no step was committed for {PROGRESS_SECONDS:g} s after the last fault: {'; '.join(waits)}")

@@ -40,6 +40,7 @@ _REPORT = {
     "traceback": "",
     "place": "train.py:3",
     "broken": False,
+    "lost": False,
     "culprit": None,
 }
 

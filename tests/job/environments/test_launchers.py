@@ -1,4 +1,4 @@
-"""environments/: each launcher as its real variables look, and launchers inside launchers."""
+"""environments/: the variables as each real launcher sets them, and nested launchers."""
 
 from __future__ import annotations
 

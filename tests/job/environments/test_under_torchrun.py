@@ -1,4 +1,4 @@
-"""The real torchrun: its store has MASTER_PORT, so the ranks must agree on another one through it."""
+"""Jobs under the real torchrun. Its store listens at MASTER_PORT, so the ranks agree on another port through it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ with gw.init(timeout=60) as group:
         print("size", group.size, "total", total)
 """
 
-# The name of the backend is known to torch without an import.
+# torch finds the backend by its name; the script does not import gradwire.
 BACKEND = """
 import torch, torch.distributed as dist
 dist.init_process_group("gradwire")

@@ -164,9 +164,9 @@ def test_unauthenticated_connections_do_not_replace_proven_ones() -> None:
         arrive(state, connection, "a", 0.0)
         state.decide(0.0)
         state.proved(int(connection), 0.0)
-    for connection in range(10, 100):
-        state.arrived(connection, "a", connection / 10)
-        assert not {number for number, _ in state.decide(connection / 10).closed} & {1, 2, 3, 4}
+    for number in range(10, 100):
+        state.arrived(number, "a", number / 10)
+        assert not {closed for closed, _ in state.decide(number / 10).closed} & {1, 2, 3, 4}
 
 
 def test_proof_of_a_connection_that_was_closed_changes_nothing() -> None:

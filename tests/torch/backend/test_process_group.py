@@ -88,7 +88,7 @@ def test_init_process_group_transport_not_built_raises_unsupported_op(job: Start
         for rank in ranks:
             report = rank.hear()
             assert report["error"] == "UnsupportedOp"
-            assert "'grpc' (from GRADWIRE_TRANSPORT) is not built yet: there are 'auto', 'shm', 'tcp'" in report["text"]
+            assert "'grpc' (from GRADWIRE_TRANSPORT) is not available yet: use 'auto', 'shm', 'tcp'" in report["text"]
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The engines, called as their users call them. Each file loads its library only when an engine is opened.
+"""Call the engines as their users call them. Each module imports its library only when an engine is opened.
 
 base            the interface: Engine, Call, Unsupported
-gradwire        gradwire, through its public API alone: the install may be of another version
+gradwire        gradwire, through its public API only, because the install may have another version
 gloo            Gloo, through torch.distributed
 mpi             any MPI, through mpi4py
 """
@@ -14,7 +14,7 @@ from gradwire.bench.engines.base import Engine
 
 
 def open_engine(name: str, options: dict[str, Any]) -> Engine:
-    """Join the other ranks of this engine."""
+    """Open an engine in this rank, and connect it to its other ranks."""
     if name == "gradwire":
         from gradwire.bench.engines.gradwire import Gradwire
 

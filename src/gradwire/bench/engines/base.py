@@ -1,4 +1,4 @@
-"""The interface between the measurement and an engine."""
+"""Define the interface between the measurement and an engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Array = npt.NDArray[Any]
 
 
 class Unsupported(Exception):
-    """The engine cannot run a case; the text says why."""
+    """The engine cannot run a case. The text is the reason."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective with its arguments: only `run` is timed. The result is in `result`, or `run` returns it."""
+    """A collective with its arguments. Only `run` is timed. If `result` is None, `run` returns the result."""
 
     run: Callable[[], Any]
     result: Array | None = None
@@ -35,9 +35,9 @@ class Engine(Protocol):
         """Raise `Unsupported` if the engine cannot run this case."""
 
     def array(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Memory for inputs and results."""
+        """Allocate an array for inputs or results."""
 
     def prepare(self, case: Case, x: Array, out: Array) -> Call:
-        """The call for these arrays. The result goes to x where the engine works in place, else to out."""
+        """Return the call for these arrays. The result goes to x if the engine works in place, otherwise to out."""
 
     def close(self) -> None: ...

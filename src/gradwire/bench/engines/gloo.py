@@ -1,4 +1,4 @@
-"""Gloo, torch's engine for CPUs, through torch.distributed."""
+"""Run Gloo, torch's engine for CPU tensors, through torch.distributed."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ class Gloo:
 
     def check(self, case: Case) -> None:
         if case.dtype not in _DTYPES:
-            raise Unsupported(f"Gloo has no {case.dtype}")
+            raise Unsupported(f"Gloo does not support {case.dtype}")
         if case.kind.reduces and case.op not in _OPS:
-            raise Unsupported(f"Gloo has no {case.op}")
+            raise Unsupported(f"Gloo does not support {case.op}")
 
     def array(self, count: int, dtype: np.dtype[Any]) -> Array:
         return np.empty(count, dtype)
 
     def prepare(self, case: Case, x: Array, out: Array) -> Call:
         dist, root = self._dist, self.rank == ROOT
-        given, taken = self._tensor(x), self._tensor(out)
+        source, target = self._tensor(x), self._tensor(out)
         op = getattr(dist.ReduceOp, _OPS[case.op]) if case.kind.reduces else None
         match case.collective:
             case "all_reduce":
-                return Call(partial(dist.all_reduce, given, op), x)
+                return Call(partial(dist.all_reduce, source, op), x)
             case "broadcast":
-                return Call(partial(dist.broadcast, given, ROOT), x)
+                return Call(partial(dist.broadcast, source, ROOT), x)
             case "reduce":
-                return Call(partial(dist.reduce, given, ROOT, op), x)
+                return Call(partial(dist.reduce, source, ROOT, op), x)
             case "all_gather":
-                return Call(partial(dist.all_gather_into_tensor, taken, given), out)
+                return Call(partial(dist.all_gather_into_tensor, target, source), out)
             case "reduce_scatter":
-                return Call(partial(dist.reduce_scatter_tensor, taken, given, op), out)
+                return Call(partial(dist.reduce_scatter_tensor, target, source, op), out)
             case "gather":
-                return Call(partial(dist.gather, given, list(taken.split(case.count)) if root else None, ROOT), out)
+                return Call(partial(dist.gather, source, list(target.split(case.count)) if root else None, ROOT), out)
             case "scatter":
-                return Call(partial(dist.scatter, taken, list(given.split(case.count)) if root else None, ROOT), out)
+                return Call(partial(dist.scatter, target, list(source.split(case.count)) if root else None, ROOT), out)
             case "all_to_all":
-                return Call(partial(dist.all_to_all_single, taken, given), out)
+                return Call(partial(dist.all_to_all_single, target, source), out)
             case "sendrecv":
-                return Call(partial(self._sendrecv, given, taken), out)
+                return Call(partial(self._sendrecv, source, target), out)
         return Call(dist.barrier)
 
-    def _sendrecv(self, given: Any, taken: Any) -> None:
-        sending = self._dist.isend(given, (self.rank + 1) % self.size)
-        self._dist.recv(taken, (self.rank - 1) % self.size)
+    def _sendrecv(self, source: Any, target: Any) -> None:
+        sending = self._dist.isend(source, (self.rank + 1) % self.size)
+        self._dist.recv(target, (self.rank - 1) % self.size)
         sending.wait()
 
     def _tensor(self, x: Array) -> Any:
-        if x.dtype.name == "bfloat16":  # torch takes no such array from NumPy
+        if x.dtype.name == "bfloat16":  # torch.from_numpy does not accept bfloat16 arrays
             return self._torch.from_numpy(x.view(np.int16)).view(self._torch.bfloat16)
         return self._torch.from_numpy(x)
 

@@ -1,4 +1,4 @@
-"""gradwire, through its public API alone: the install may be of another version than this file."""
+"""Run gradwire through its public API only, because the install may have another version than this file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Gradwire:
         transport = {"transport": options["transport"]} if options["transport"] else {}
         self._group = gw.init(**transport)
         self.rank, self.size = self._group.rank, self._group.size
-        able = self._group.capabilities
-        self.about = {"version": gw.__version__, "transport": able.transport, "native": able.native}
+        capabilities = self._group.capabilities
+        self.about = {"version": gw.__version__, "transport": capabilities.transport, "native": capabilities.native}
         self._algorithm = options["algorithm"]
         self._registered = options["registered"]
 
@@ -31,13 +31,13 @@ class Gradwire:
         table = self._group.capabilities.algorithms
         known = table.get(case.collective, ())
         if case.collective in table and self._algorithm not in known:
-            raise Unsupported(f"{case.collective} has no algorithm {self._algorithm!r}; it has {', '.join(known)}")
+            raise Unsupported(f"{case.collective} has no algorithm {self._algorithm!r}: choose from {', '.join(known)}")
 
     def array(self, count: int, dtype: np.dtype[Any]) -> Array:
         return self._group.empty(count, dtype) if self._registered else np.empty(count, dtype)
 
     def prepare(self, case: Case, x: Array, out: Array) -> Call:
-        # Defaults are left out, as in a user's program.
+        # Arguments with their default values are left out, as in a user's program.
         options: dict[str, Any] = {"algorithm": self._algorithm} if self._algorithm != "auto" else {}
         if case.kind.reduces and case.op != "sum":
             options["op"] = case.op

@@ -1,4 +1,4 @@
-"""Any MPI, through mpi4py's calls for buffers."""
+"""Run any MPI through mpi4py's buffer calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from gradwire.bench.cases import ROOT, Case
 from gradwire.bench.engines.base import Array, Call, Unsupported
 
-_LEVELS = ("single", "funneled", "serialized", "multiple")  # in the order of their numbers, everywhere
+_LEVELS = ("single", "funneled", "serialized", "multiple")  # by number, which is the same in all MPIs
 _OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "prod": "PROD"}
 
 
@@ -34,43 +34,43 @@ class Mpi:
         if not case.kind.reduces:
             return
         if case.op not in _OPS:
-            raise Unsupported(f"MPI has no {case.op}")
+            raise Unsupported(f"MPI does not support {case.op}")
         if case.dtype in ("float16", "bfloat16", "bool"):
-            raise Unsupported(f"MPI has no {case.op} of {case.dtype}")
+            raise Unsupported(f"MPI does not support {case.op} of {case.dtype}")
 
     def array(self, count: int, dtype: np.dtype[Any]) -> Array:
         return np.empty(count, dtype)
 
     def prepare(self, case: Case, x: Array, out: Array) -> Call:
         comm, root = self._comm, self.rank == ROOT
-        given, taken = _known(x), _known(out)
+        source, target = _movable(x), _movable(out)
         op = getattr(self._mpi, _OPS[case.op]) if case.kind.reduces else None
         match case.collective:
             case "all_reduce":
-                return Call(partial(comm.Allreduce, self._mpi.IN_PLACE, given, op), x)
+                return Call(partial(comm.Allreduce, self._mpi.IN_PLACE, source, op), x)
             case "broadcast":
-                return Call(partial(comm.Bcast, given, ROOT), x)
+                return Call(partial(comm.Bcast, source, ROOT), x)
             case "reduce":
-                return Call(partial(comm.Reduce, given, taken if root else None, op, ROOT), out)
+                return Call(partial(comm.Reduce, source, target if root else None, op, ROOT), out)
             case "all_gather":
-                return Call(partial(comm.Allgather, given, taken), out)
+                return Call(partial(comm.Allgather, source, target), out)
             case "reduce_scatter":
-                return Call(partial(comm.Reduce_scatter_block, given, taken, op), out)
+                return Call(partial(comm.Reduce_scatter_block, source, target, op), out)
             case "gather":
-                return Call(partial(comm.Gather, given, taken if root else None, ROOT), out)
+                return Call(partial(comm.Gather, source, target if root else None, ROOT), out)
             case "scatter":
-                return Call(partial(comm.Scatter, given if root else None, taken, ROOT), out)
+                return Call(partial(comm.Scatter, source if root else None, target, ROOT), out)
             case "all_to_all":
-                return Call(partial(comm.Alltoall, given, taken), out)
+                return Call(partial(comm.Alltoall, source, target), out)
             case "sendrecv":
                 after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-                return Call(partial(comm.Sendrecv, given, after, 0, taken, before, 0), out)
+                return Call(partial(comm.Sendrecv, source, after, 0, target, before, 0), out)
         return Call(comm.Barrier)
 
     def close(self) -> None:
         self._mpi.Finalize()
 
 
-def _known(x: Array) -> Array:
-    """Half types as integers: mpi4py does not know them, and to move them it need not."""
+def _movable(x: Array) -> Array:
+    """Return half-precision arrays as integers: mpi4py does not know half types, and moving data does not need them."""
     return x.view(np.uint16) if x.dtype.name in ("float16", "bfloat16") else x

@@ -1,13 +1,14 @@
-"""The ways of being started: one small file per launcher, its variables as constants, and a `detect`.
+"""Read the settings that launchers pass in variables. Each launcher has a module with its variables and a `detect`.
 
-    launcher_settings   what each of them returns
+    launcher_settings   the type that every `detect` returns
     pmi                 PMI_RANK, PMI_SIZE
     torchrun            RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     slurm               SLURM_PROCID, SLURM_STEP_*
     openmpi             OMPI_COMM_WORLD_*
 
-Launchers nest: mpirun starts its daemons through srun, torchrun is started by srun on each host. The variables of the
-outer one are inherited and describe other processes, so the innermost, first in `LAUNCHERS`, takes precedence.
+Launchers nest: srun starts the daemons of mpirun, and srun starts torchrun on each host. A process inherits the
+variables of the outer launcher, which describe another process. So the innermost launcher takes precedence. It comes
+first in `LAUNCHERS`.
 """
 
 from __future__ import annotations
@@ -23,5 +24,5 @@ __all__ = ["LAUNCHERS", "Found", "Partial", "detect"]
 
 
 def detect(environ: Mapping[str, str]) -> tuple[Partial, ...]:
-    """What each launcher that left its variables here says, the innermost first."""
+    """Return the settings of each launcher whose variables are set, the innermost launcher first."""
     return tuple(found for launcher in LAUNCHERS if (found := launcher.detect(environ)) is not None)

@@ -1,4 +1,4 @@
-"""The settings found in a launcher's variables, each with the variable it came from."""
+"""Hold the settings found in a launcher's variables, each with the variable that it came from."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Above the range that Linux hands out to outgoing connections (32768-60999), so a derived port is rarely taken.
+# Linux uses ports 32768-60999 for outgoing connections. A derived port is above that range, so it is rarely taken.
 FIRST_DERIVED_PORT = 61440
 DERIVED_PORTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A value as text and where it was found; it is parsed only if it is needed, so that unused junk harms nobody."""
+    """The text of a value, and the variable that it came from. The text is parsed only when it is used."""
 
     text: str
     source: str
@@ -21,11 +21,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What one launcher says about this process; None is what it does not say.
+    """The settings that one launcher gives this process. A setting that it does not give is None.
 
-    `address` is where rank 0 serves, as "host:port"; `address_derived` says that nobody set it, so that it holds only
-    for ranks as this launcher numbers them; `address_taken` says that the launcher itself listens there. `hint` tells
-    why there is no address, for the error that follows if nobody else gives one.
+    `address` is the "host:port" where rank 0 serves the rendezvous. `address_derived`: it was computed, not set by the
+    launcher, so it is valid only with this launcher's rank and size. `address_taken`: the launcher itself listens
+    there. `hint` explains a missing address, for the error that is raised if no other source has one.
     """
 
     launcher: str
@@ -40,7 +40,7 @@ class Partial:
 
 
 def find(environ: Mapping[str, str], *names: str) -> Found | None:
-    """The first of these variables that is set; one that is empty or blank counts as not set."""
+    """Return the first of these variables that is set, or None. An empty or blank variable counts as not set."""
     for name in names:
         text = environ.get(name, "").strip()
         if text:
@@ -49,10 +49,10 @@ def find(environ: Mapping[str, str], *names: str) -> Found | None:
 
 
 def join(host: str, port: str | int) -> str:
-    """host:port, with the brackets that an IPv6 address needs."""
+    """Return "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def derived_port(job: str) -> int:
-    """A port that all ranks of a job compute alike from its name, where no launcher hands one out."""
+    """Return a port computed from the job's name, so that all ranks get the same one. For launchers that give none."""
     return FIRST_DERIVED_PORT + zlib.crc32(job.encode()) % DERIVED_PORTS

@@ -1,4 +1,8 @@
-"""Open MPI's mpirun. It names no address where rank 0 could serve: on one host it is derived, else asked for."""
+"""Read the variables of Open MPI's mpirun.
+
+mpirun gives no address for the rendezvous. If all ranks run on one host, the address is derived from the name of the
+mpirun. Otherwise the user must set `GRADWIRE_ADDRESS`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ RANK = "OMPI_COMM_WORLD_RANK"
 SIZE = "OMPI_COMM_WORLD_SIZE"
 LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
-# The name of one mpirun among all others: from Open MPI 3 on, and before.
+# The unique name of one mpirun, in Open MPI 3 and later, and in earlier versions.
 NAMESPACE = "PMIX_NAMESPACE"
 OLD_NAMESPACE = "OMPI_MCA_orte_ess_jobid"
 
 
 def detect(environ: Mapping[str, str]) -> Partial | None:
-    """What Open MPI's variables say, or None if this process was not started by its mpirun."""
+    """Return Open MPI's settings, or None if its mpirun did not start this process."""
     rank, size = find(environ, RANK), find(environ, SIZE)
     if not (rank and size):
         return None
@@ -26,5 +30,5 @@ def detect(environ: Mapping[str, str]) -> Partial | None:
     if job and local_size and local_size.text == size.text:
         address = Found(join("127.0.0.1", derived_port(job.text)), job.source)
     else:
-        hint = "mpirun does not say where rank 0 runs; `mpirun -x GRADWIRE_ADDRESS=host:port …` does"
+        hint = "mpirun does not pass on the address of rank 0: use `mpirun -x GRADWIRE_ADDRESS=host:port …`"
     return Partial("Open MPI", rank, size, find(environ, LOCAL_RANK), address, True, job=job, hint=hint)

@@ -1,4 +1,4 @@
-"""Slurm's srun. Rank 0 runs on the first host of the step, and the port follows from the step's number."""
+"""Read the variables of Slurm's srun. Rank 0 runs on the step's first host; the port is derived from the step's id."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from gradwire.job.environments.launcher_settings import Found, Partial, derived_port, find, join
 
 RANK = "SLURM_PROCID"
-# Only a step has this one. A batch script, one process however many tasks it asks for, has SLURM_NTASKS too.
+# Only processes of a step have this variable. SLURM_NTASKS is also set in a batch script, which is a single process.
 SIZE = "SLURM_STEP_NUM_TASKS"
 LOCAL_RANK = "SLURM_LOCALID"
 JOB_ID = "SLURM_JOB_ID"
 STEP_ID = "SLURM_STEP_ID"
 HOSTS = "SLURM_STEP_NODELIST"
 HOST_COUNT = "SLURM_STEP_NUM_NODES"
-# From here on, step numbers mean batch scripts, interactive shells and other single processes (slurm.h: SLURM_*_STEP).
+# Step numbers from here up stand for batch scripts, interactive shells and other single processes (slurm.h:
+# SLURM_*_STEP).
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 def detect(environ: Mapping[str, str]) -> Partial | None:
-    """What srun's variables say, or None in a batch script, an interactive shell or outside Slurm."""
+    """Return srun's settings, or None in a batch script, in an interactive shell or outside of Slurm."""
     rank, size = find(environ, RANK), find(environ, SIZE)
     job, step = find(environ, JOB_ID), find(environ, STEP_ID)
     if not (rank and size and job and step) or _is_special(step.text):
@@ -33,12 +34,12 @@ def detect(environ: Mapping[str, str]) -> Partial | None:
     elif hosts:
         address = Found(join(first_host(hosts.text), derived_port(name.text)), HOSTS)
     else:
-        hint = f"{HOSTS} is not set, so it is unknown where rank 0 runs"
+        hint = f"{HOSTS} is not set, so the host of rank 0 is unknown"
     return Partial("Slurm", rank, size, find(environ, LOCAL_RANK), address, True, job=name, hint=hint)
 
 
 def first_host(hosts: str) -> str:
-    """The first of a compressed list of hosts.
+    """Return the first host of a compressed list.
 
     >>> first_host("node[07-09,12],other")
     'node07'

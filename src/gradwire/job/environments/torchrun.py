@@ -1,7 +1,7 @@
-"""torchrun, and everything that speaks its variables: `torch.distributed.run`, Kubeflow, many scripts of clusters.
+"""Read the variables of torchrun, which `torch.distributed.run`, Kubeflow and many cluster scripts also set.
 
-`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` suffice. The address is reported without a rank too: batch scripts
-often export only `MASTER_ADDR` and `MASTER_PORT` and leave the ranks to srun.
+`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` suffice. The address is returned without a rank too: batch scripts
+often export only `MASTER_ADDR` and `MASTER_PORT`, and srun gives the ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ LOCAL_SIZE = "LOCAL_WORLD_SIZE"
 HOST = "MASTER_ADDR"
 PORT = "MASTER_PORT"
 RUN_ID = "TORCHELASTIC_RUN_ID"
-# "True" when torchrun's agent serves its store at MASTER_PORT, where rank 0 can then not listen.
+# "True" if torchrun's agent serves its store at MASTER_PORT. Then rank 0 cannot listen there.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 def detect(environ: Mapping[str, str]) -> Partial | None:
-    """What torchrun's variables say, or None if none of them is set."""
+    """Return torchrun's settings, or None if none of its variables is set."""
     rank, size = find(environ, RANK), find(environ, SIZE)
     host, port = find(environ, HOST), find(environ, PORT)
     if not (rank or size or host or port):
@@ -44,21 +44,21 @@ def detect(environ: Mapping[str, str]) -> Partial | None:
         local_rank=find(environ, LOCAL_RANK),
         address=address,
         address_taken=address is not None and environ.get(AGENT_STORE) == "True",
-        # "none" is torchrun's run id where the user gave none: it names nothing.
+        # torchrun's run id is "none" if the user gave no id. It does not identify the job.
         job=Found(f"torchrun-{run.text}", run.source) if run and run.text != "none" else None,
         hint=hint,
     )
 
 
 def on_one_host(environ: Mapping[str, str]) -> bool:
-    """Whether all ranks run where this one does."""
-    here = environ.get(LOCAL_SIZE)
-    return here is not None and here == environ.get(SIZE)
+    """Return whether all ranks run on this host."""
+    local_size = environ.get(LOCAL_SIZE)
+    return local_size is not None and local_size == environ.get(SIZE)
 
 
 def agree(host: str, port: int, offered: str | None, timeout: float, environ: Mapping[str, str]) -> str:
-    """The address at which the ranks meet, told to all through torchrun's store by the one that offers it."""
-    from torch.distributed import TCPStore  # torch is there: its launcher started this process
+    """Return the address where the ranks meet. The rank with an `offered` address writes it to torchrun's store."""
+    from torch.distributed import TCPStore  # torch is installed: torchrun started this process
 
     key = f"gradwire/coordinator/{environ.get(RUN_ID, '')}/{environ.get(RESTARTS, '0')}"
     try:
@@ -66,5 +66,5 @@ def agree(host: str, port: int, offered: str | None, timeout: float, environ: Ma
         if offered is not None:
             store.set(key, offered)
         return str(store.get(key).decode())
-    except RuntimeError as error:  # what torch raises, whatever went wrong
+    except RuntimeError as error:  # the store raises it for every kind of failure
         raise NoConnection(f"the ranks could not agree on an address through torchrun's store: {error}") from error

@@ -255,9 +255,19 @@ def _wait_for_all(
                 seconds=coordinator.timeout,
             )
         if waited >= log_after:
-            log.warning("waited %.0f s at the rendezvous %s: %s", waited, coordinator.address, reason)
+            if is_lowest_present(claim.member.rank, reply.waiting):  # one line for all ranks that wait
+                log.warning("waited %.0f s at the rendezvous %s: %s", waited, coordinator.address, reason)
             log_after *= 2
         time.sleep(max(0.0, min(reply.waiting.again_after_ms / 1000, coordinator.left)))
+
+
+def is_lowest_present(rank: int | None, waiting: pb.Waiting) -> bool:
+    """Whether no lower rank waits too, as far as the reply shows: it lists the missing ranks, or the lowest of them."""
+    missing = set(waiting.missing)
+    if rank is None or not missing:
+        return True
+    is_cut_off = waiting.missing_count > len(missing)
+    return missing.issuperset(range(min(rank, max(missing) + 1) if is_cut_off else rank))
 
 
 def _reason(waiting: pb.Waiting, size: int) -> str:

@@ -31,7 +31,7 @@ def join_world(store: Any, rank: int, size: int, timeout: float) -> Group:
     and certificates, or `GRADWIRE_INSECURE=1`.
     """
     if size == 1:
-        return init.alone(timeout)
+        return init.single_rank_group(timeout)
     deadline = time.monotonic() + max(timeout, RENDEZVOUS_SECONDS)
     # A store may serve several groups, one after the other. Each rank counts them, and the number is part of all keys.
     keys = _StoreKeys(store, f"gradwire/{store.add(f'gradwire/{rank}', 1)}", size)
@@ -46,7 +46,7 @@ def join_world(store: Any, rank: int, size: int, timeout: float) -> Group:
 
     environ = {name: value for name in (TRANSPORT, INSECURE) if (value := os.environ.get(name))}
     config = resolve(rank, size, Address(host, _UNUSED_PORT), timeout=timeout, environ=environ)
-    return init.member_session(dataclasses.replace(config, address_taken=True), agree).take(
+    return init.member_session(dataclasses.replace(config, address_taken=True), agree).join_next(
         max(deadline, time.monotonic() + 1.0)
     )
 

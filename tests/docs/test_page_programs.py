@@ -1,0 +1,27 @@
+"""Every Python block of the documentation is a complete program, and runs on its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.documents import ROOT, Block, code_blocks, run_program
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+SLOW = ("import torch", "import jax", "time.sleep")  # frameworks take seconds to load
+PROGRAMS = [
+    pytest.param(
+        block,
+        id=f"{page.stem}-line-{block.line}",
+        marks=[pytest.mark.slow] if any(one in block.text for one in SLOW) else [],
+    )
+    for page in PAGES
+    for block in code_blocks(page, "python")
+]
+
+
+@pytest.mark.parametrize("block", PROGRAMS)
+def test_page_program_runs(block: Block, tmp_path: Path) -> None:
+    done = run_program(block, tmp_path)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
