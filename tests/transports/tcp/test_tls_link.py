@@ -267,9 +267,7 @@ def test_certificate_of_the_authority_itself_is_refused(assemble: Assemble, capt
 
 
 def test_assemble_with_another_members_certificate_raises_config_error(assemble: Assemble) -> None:
-    with pytest.raises(
-        ConfigError, match="this process is member m0, but its certificate is for m1, so"
-    ):
+    with pytest.raises(ConfigError, match="this process is member m0, but its certificate is for m1, so"):
         assemble(tls_files.credentials("m1"), tls_files.credentials("m1"))
 
 
