@@ -8,7 +8,7 @@ import pytest
 
 from support.documents import ROOT, Block, code_blocks, run_program
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = ("import torch", "import jax", "time.sleep")  # frameworks take seconds to load
 PROGRAMS = [
     pytest.param(
