@@ -33,6 +33,7 @@ from h2.connection import H2Connection
 
 from gradwire.membership import Member
 from gradwire.membership.client.session import CoordinatorSession
+from gradwire.membership.coordinator.call_rules import CallRules
 from gradwire.membership.coordinator.journal import Journal
 from gradwire.membership.coordinator.state_machine import Membership
 from gradwire.membership.endpoints import split
@@ -123,8 +124,9 @@ def write(path: Path, members: list[str]) -> None:
     for rank, name in enumerate(members):
         member = Member(name, rank, name.partition("/")[0], "host", rank, "127.0.0.1:1")
         membership.register(Claim(member, None, None, os.urandom(16)), 0.0)
+    rules = CallRules(membership, lambda changes, snapshot: None, lambda changes: None)
     with Journal(path) as journal:
-        journal.save(membership.changes(), membership.snapshot())
+        journal.save(membership.changes(), rules.snapshot())
 
 
 def parts(hosts: int) -> list[tuple[int, int]]:

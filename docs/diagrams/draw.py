@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from svg import LINE, Box, Canvas
+from svg import LINE, SMALL_CHARACTER, Box, Canvas
 
 import gradwire
 from gradwire import errors, transports
@@ -62,7 +62,6 @@ def milliseconds(seconds: float) -> str:
 
 def layers() -> Canvas:
     """The layers, from the docstring of the package."""
-    canvas = Canvas(800, "The layers of gradwire", "Each layer imports only from the layers above it.")
     rows = listed(gradwire)
     missing = BANDS.keys() - rows.keys()
     if missing:
@@ -72,20 +71,22 @@ def layers() -> Canvas:
         if name in BANDS:
             band = bands[BANDS[name]] = []
         band.append(name)
+    left, names_at, texts_at = 160, 172, 276
+    right = texts_at + int(SMALL_CHARACTER * max(map(len, rows.values()))) + 10
+    canvas = Canvas(right + 50, "The layers of gradwire", "Each layer imports only from the layers above it.")
     y = 16.0
     for title, names in bands.items():
-        frame = Box(160, y, 590, 24 * len(names) + 10)
-        canvas.text(148, frame.middle + 5, title, "title", anchor="end")
+        frame = Box(left, y, right - left, 24 * len(names) + 10)
+        canvas.text(left - 12, frame.middle + 5, title, "title", anchor="end")
         canvas.frame(frame, BAND_KINDS.get(title, "plain"))
         for index, name in enumerate(names):
             baseline = y + 22 + 24 * index
-            canvas.text(172, baseline, name, "code")
-            canvas.text(276, baseline, rows[name].replace("`", ""), "small")
+            canvas.text(names_at, baseline, name, "code")
+            canvas.text(texts_at, baseline, rows[name].replace("`", ""), "small")
         y = frame.bottom + 7
-    canvas.arrow((774, y - 10), (774, 18))
-    canvas.text(
-        160, y + 14, "The arrow shows the direction of imports: from a layer to the layers above it.", "small muted"
-    )
+    canvas.arrow((right + 24, y - 10), (right + 24, 18))
+    note = "The arrow shows the direction of imports: from a layer to the layers above it."
+    canvas.text(left, y + 14, note, "small muted")
     return canvas
 
 

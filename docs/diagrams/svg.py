@@ -13,6 +13,7 @@ from typing import NamedTuple
 FONT = 14
 LINE = 19
 CHARACTER = 7.6  # pixels, of text in this size and a wide font
+SMALL_CHARACTER = 6.7  # the same of small text
 PADDING = 10
 _LIGHT = {
     "plain": ("#f6f8fa", "#848d97"),

@@ -8,6 +8,7 @@ commands     describes the commands of `gradwire`, from click
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import inspect
 
+from gradwire import errors
 from website import commands, docstrings, navigation
 
 ROOT = Path(__file__).parents[2]
+GENERATED: dict[str, Callable[[], str]] = {
+    "<!-- all commands -->": commands.markdown,
+    "<!-- error tree -->": lambda: f"```text\n{docstrings.indented(errors.__doc__ or '')}\n```",
+}
 ARRAY = re.compile(r"~?numpy\.ndarray\[.*?dtype\[[^]]*\]\]")
 SHORT_CODE = 24  # characters
 # Programs get objects of these classes from others, and do not call their constructors.
@@ -45,12 +51,15 @@ def _completed_pages(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
     """Return the pages to read again although their files have not changed: those that `_complete_page` adds to."""
-    return [name for name in env.found_docs if name.endswith(("README", "command-line"))]
+    return [name for name in env.found_docs if name.endswith(("README", "command-line", "errors"))]
 
 
 def _complete_page(app: Sphinx, name: str, source: list[str]) -> None:
-    """Add what is not in the file: the sidebar's sections, and the commands that click knows."""
-    text = source[0].replace(commands.MARKER, commands.markdown() if commands.MARKER in source[0] else "")
+    """Add what is not in the file: the commands, the tree of errors, and the sections of the sidebar."""
+    text = source[0]
+    for marker, content in GENERATED.items():
+        if marker in text:
+            text = text.replace(marker, content())
     source[0] = text + navigation.toctrees(name, ROOT)
 
 

@@ -10,8 +10,6 @@ import click
 
 from gradwire.cli import main
 
-MARKER = "<!-- all commands -->"
-
 
 def markdown() -> str:
     """Return one section for each command: its usage, its help text and its options."""

@@ -49,6 +49,16 @@ def translate(lines: Sequence[str]) -> list[str]:
     return translated
 
 
+def indented(docstring: str) -> str:
+    """Return the first indented paragraph of a docstring.
+
+    >>> indented("A tree.\\n\\n    root\\n      leaf\\n\\nMore.")
+    'root\\n  leaf'
+    """
+    paragraph = next(lines for lines in _paragraphs(docstring.split("\n")) if lines[0].startswith("    "))
+    return textwrap.dedent("\n".join(paragraph))
+
+
 def _paragraphs(lines: Sequence[str]) -> Iterator[list[str]]:
     paragraph: list[str] = []
     for line in [*lines, ""]:

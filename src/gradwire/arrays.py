@@ -105,12 +105,12 @@ def _row(dtype: np.dtype[Any]) -> DType:
     raise ArrayError(f"arrays of dtype {dtype} cannot be exchanged; supported dtypes: {', '.join(_OPS)}")
 
 
-def dtype_named(code: int) -> str:
+def dtype_name(code: int) -> str:
     """Return the name of the dtype with this code, for messages. Peers send the codes, so unknown ones are accepted."""
     return next((name for name, known in _CODES.items() if known == code), f"dtype {code}")
 
 
-def dtype_called(name: str) -> DType:
+def dtype_by_name(name: str) -> DType:
     """Return the dtype with exactly this name; raise ValueError if there is none.
 
     For names that peers sent: NumPy would accept many other strings.

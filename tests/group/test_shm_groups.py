@@ -110,7 +110,7 @@ def test_init_with_transport_shm_across_hosts_raises_on_all_ranks(job: StartJob,
             said = rank.hear()
             assert (said["error"], said["operation"]) == ("UnsupportedOp", "init")
             insists = transports.index("shm")
-            assert re.match(rf"rank {insists} asks for transport 'shm', and ranks \[2\] cannot", said["text"])
+            assert re.match(rf"rank {insists} asks for transport 'shm', but ranks \[2\] cannot", said["text"])
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
         assert [rank.output() for rank in ranks] == [""] * 3
 

@@ -161,8 +161,8 @@ def test_heartbeat_profile_survives_the_wire() -> None:
     assert HeartbeatProfile.from_wire(HeartbeatProfile.own(7.5).to_wire()).timeout == 7.5
     assert HeartbeatProfile.from_wire([True, 1, "n", 2, 7]) == HeartbeatProfile(True, 1, "n", 2, 7.0)
     of_others = ([True, 1, "n"], [True, 1, "n", 2, math.inf], [True, 1, "n", 2, 0], [True, 1, "n", 2, "3"])
-    for nonsense in (None, [], [1, 2, 3], {"native": True}, *of_others):
-        assert HeartbeatProfile.from_wire(nonsense) == HeartbeatProfile(False, 0, "")
+    for malformed in (None, [], [1, 2, 3], {"native": True}, *of_others):
+        assert HeartbeatProfile.from_wire(malformed) == HeartbeatProfile(False, 0, "")
 
 
 def test_observe_later_process_with_the_same_pid_is_stopped() -> None:

@@ -160,7 +160,7 @@ def test_simulation_join_and_leave_break_no_collective() -> None:
     assert not any("broke" in text for _, _, text, _ in world.history)
 
 
-def test_draw_setting_draws_every_kind_of_fault() -> None:
+def test_draw_scenario_draws_every_kind_of_fault() -> None:
     drawn = [fault for seed in range(300) for fault in draw_scenario(seed, Random(seed), kinds=faults.KINDS).faults]
     assert {fault.kind for fault in drawn} == faults.KINDS.keys()
     assert {fault.kind for fault in drawn if fault.seconds >= ENDLESS} == set(faults.LASTING)

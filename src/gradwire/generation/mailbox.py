@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradwire.arrays import dtype_named
+from gradwire.arrays import dtype_name
 from gradwire.errors import ArrayError, GradwireError, SizeMismatch
 from gradwire.wire import MAX_EAGER, Header, Kind, WireError
 
@@ -345,7 +345,7 @@ def _message(world: int, header: Header, payload: memoryview | None) -> Incoming
 def _misfit(message: IncomingMessage, request: Request) -> GradwireError | None:
     """Return the error if a message does not fit the buffer of a request; None if it fits."""
     if message.dtype != request.dtype:
-        theirs, mine = dtype_named(message.dtype), dtype_named(request.dtype)
+        theirs, mine = dtype_name(message.dtype), dtype_name(request.dtype)
         text = f"rank {message.source} copies {theirs}, but y is {mine}; the copy is kept"
         return ArrayError(text, operation="copy", peer=message.source)
     if message.nbytes == len(request.target):

@@ -9,7 +9,7 @@ from gradwire.group.runner import CollectiveRunner
 from gradwire.group.work import bounded
 from gradwire.liveness.call_log import call_site
 from gradwire.operations import Operation, elementwise, named, split_join, values
-from gradwire.operations.types import settled
+from gradwire.operations.types import result_or_raise
 
 
 class CollectiveCalls:
@@ -29,7 +29,7 @@ class CollectiveCalls:
         return bounded(timeout) or self._runner.timeout
 
     def _now(self, operation: Operation, timeout: float | None) -> Any:
-        return settled(self._runner.now(operation, self._seconds(timeout), call_site()))
+        return result_or_raise(self._runner.now(operation, self._seconds(timeout), call_site()))
 
     def all_reduce(
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto", timeout: float | None = None

@@ -20,7 +20,7 @@ from gradwire.group.work import Work, bounded
 from gradwire.identity import Identity
 from gradwire.liveness.call_log import call_site
 from gradwire.operations import Operation, Position
-from gradwire.operations.types import settled
+from gradwire.operations.types import result_or_raise
 
 
 class GroupParts(NamedTuple):
@@ -57,7 +57,7 @@ class GroupInternals:
         `site` is the user's line that errors show. None means the innermost frame outside of gradwire.
         """
         runner = self._runner
-        return settled(runner.now(operation, bounded(timeout) or runner.timeout, site or call_site()))
+        return result_or_raise(runner.now(operation, bounded(timeout) or runner.timeout, site or call_site()))
 
     def queue(self, operation: Operation, timeout: float | None = None) -> Work:
         """Queue an operation for the group's progress thread. It belongs to no stream."""

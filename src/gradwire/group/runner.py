@@ -30,7 +30,7 @@ from gradwire.liveness.verdict import disagreement
 from gradwire.operations import CallKey, Operation, Position, Shape
 from gradwire.operations.registry import result_layouts
 from gradwire.operations.split_join import all_gather_rows
-from gradwire.operations.types import settled
+from gradwire.operations.types import result_or_raise
 from gradwire.topology import Topology
 from gradwire.transports.base import Link
 
@@ -200,7 +200,7 @@ class CollectiveRunner:
         """Exchange the rows of an all_gather, after the fast path has exchanged the numbers of rows."""
         called = self.calls.ring.call(sequence)
         assert called is not None
-        return settled(self._run(all_gather_rows(x, rows, out), self.timeout, called[2:]))
+        return result_or_raise(self._run(all_gather_rows(x, rows, out), self.timeout, called[2:]))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

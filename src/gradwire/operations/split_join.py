@@ -282,7 +282,7 @@ def _parse_announcement(data: bytes, size: int) -> tuple[DType, tuple[int, ...],
     match parse_json(data):
         case [str(name), list(tail), list(parts)] if len(parts) == size:
             if all(type(n) is int and 0 <= n < _MAX_LENGTH for n in (*tail, *parts)):
-                return arrays.dtype_called(name), tuple(tail), parts
+                return arrays.dtype_by_name(name), tuple(tail), parts
     raise ValueError(f"malformed announcement {data[:200]!r}")
 
 

@@ -80,7 +80,7 @@ class Declined:
     error: GradwireError
 
 
-def settled(outcome: Any) -> Any:
+def result_or_raise(outcome: Any) -> Any:
     """Return the outcome of a body, or raise the error if the outcome is `Declined`."""
     if type(outcome) is Declined:
         raise outcome.error

@@ -199,7 +199,7 @@ def _key(key: Any, path: str) -> Any:
 def _shape(leaf: Any) -> tuple[arrays.DType, tuple[int, ...], str]:
     match leaf:
         case [str(dtype), list(shape), str(library)] if all(type(n) is int and 0 <= n < _LONGEST for n in shape):
-            return arrays.dtype_called(dtype), tuple(shape), library
+            return arrays.dtype_by_name(dtype), tuple(shape), library
     raise ValueError(f"malformed array {str(leaf)[:200]}")
 
 

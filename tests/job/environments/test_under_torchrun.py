@@ -30,11 +30,11 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--standalone"]])
-@pytest.mark.parametrize(("script", "told"), [(GROUP, "size 3 total 6"), (BACKEND, "size 3 mean [[1.0, 1.0]]")])
-def test_ranks_meet_under_torchrun(tmp_path: Path, script: str, told: str, options: list[str]) -> None:
+@pytest.mark.parametrize(("script", "printed"), [(GROUP, "size 3 total 6"), (BACKEND, "size 3 mean [[1.0, 1.0]]")])
+def test_ranks_under_torchrun_join_one_group(tmp_path: Path, script: str, printed: str, options: list[str]) -> None:
     file = tmp_path / "script.py"
     file.write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "3", str(file)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert run.returncode == 0, run.stderr
-    assert told in run.stdout
+    assert printed in run.stdout

@@ -204,7 +204,7 @@ def test_allocate_and_free_by_several_threads_give_separate_regions(arena: OwnAr
     assert arena.allocate(ARENA_BYTES - RESERVED) == RESERVED
 
 
-# -- memory that is left behind ---------------------------------------------------------------------------------------
+# -- detached memory ---------------------------------------------------------------------------------------------------
 
 needs_core = pytest.mark.skipif(native_core.native is None, reason="only the core maps memory anew")
 
@@ -279,7 +279,7 @@ def test_detach_arrays_refuses_new_arrays_and_frees_the_memory_of_old_ones(arena
     for array in arrays:
         array[:] = 1
     arena.detach_arrays()
-    with pytest.raises(MemoryError, match="left behind"):
+    with pytest.raises(MemoryError, match="were detached"):
         arena.array(PAGE)
     del arrays[1], array
     gc.collect()

@@ -205,7 +205,7 @@ def test_dial_with_another_members_certificate_is_refused(assemble: Assemble, ca
     shown = [tls_files.credentials(member) for member in ("m0", "m1", "m3")]
     transports = assemble(*shown, claims={2: "m3"})
     one, two = linked(transports)
-    said = "it says that it is rank 2, but its certificate is for m3, which does not cover member m2"
+    said = "it claims to be rank 2, but its certificate is for m3, which does not cover member m2"
     is_refused(transports[2], f"rank 0 refused the link: {said}$")  # the reason is authenticated
     captured.wait_for(f"refused a link from .*: {said}")
     works(one, two)
@@ -226,7 +226,7 @@ def test_certificate_of_another_job_is_refused_by_both_sides(
     transports = assemble(tls_files.credentials("m0"), tls_files.credentials("m1"), other)
     one, two = linked(transports)
     is_refused(transports[2], "no link to rank 0: its certificate is for job tests, and this is job elsewhere")
-    said = "it says that it is rank 2, but its certificate is for job elsewhere, and this is job tests"
+    said = "it claims to be rank 2, but its certificate is for job elsewhere, and this is job tests"
     with line_to(transports[0], other) as line, pytest.raises(Refused, match=f"rank 0 refused the link: {said}$"):
         admit(line, Dialer(KEY, Hello(RUN, 1, 77, 2, 0)))  # does not check the acceptor's certificate
     captured.wait_for(f"refused a link from .*: {said}")
@@ -249,7 +249,7 @@ def test_certificate_without_a_gradwire_name_is_refused(
     said = "its certificate is not accepted: a certificate has one name of the form"
     with line_to(transports[0], website) as line, pytest.raises(Refused, match=said):
         admit(line, Dialer(KEY, Hello(RUN, 1, 77, 1, 0)))
-    captured.wait_for("refused a link from .*: it says that it is rank 1, but its certificate is not accepted")
+    captured.wait_for("refused a link from .*: it claims to be rank 1, but its certificate is not accepted")
     works(one, two)
 
 
@@ -267,7 +267,7 @@ def test_certificate_of_the_authority_itself_is_refused(assemble: Assemble, capt
 
 
 def test_assemble_with_another_members_certificate_raises_config_error(assemble: Assemble) -> None:
-    with pytest.raises(ConfigError, match="this process is member m0, and its certificate is for m1: no other rank"):
+    with pytest.raises(ConfigError, match="this process is member m0, but its certificate is for m1, so"):
         assemble(tls_files.credentials("m1"), tls_files.credentials("m1"))
 
 

@@ -60,7 +60,7 @@ class Compression:
     def __init__(self, *, feedback: bool = True) -> None:
         self.feedback = feedback
         self._saved: dict[Key, dict[str, Any]] = {}
-        self._buffers: dict[str, Array] = {}
+        self._scratch: dict[str, Array] = {}
 
     def exchange(self, through: Group | Stream, bucket: Any, scale: Scale = 1.0, timeout: float | None = None) -> Any:
         """Replace the bucket by the sum over all ranks of `scale · bucket`, in place. All ranks must call it.
@@ -107,7 +107,7 @@ class Compression:
         0.5
         """
         other = copy.copy(self)
-        other._saved, other._buffers = {}, {}
+        other._saved, other._scratch = {}, {}
         return other
 
     def residual(self, bucket: Any) -> Array | None:
@@ -149,18 +149,18 @@ class Compression:
         """Sum `task.scale · task.flat` over all ranks, in place."""
         raise NotImplementedError
 
-    def _buffer(self, name: str, count: int, dtype: Any) -> Array:
+    def _scratch_array(self, name: str, count: int, dtype: Any) -> Array:
         """Return uninitialised memory. All buckets share it, because a group's operations run one at a time."""
         kind = np.dtype(dtype)
-        memory = self._buffers.get(name)
+        memory = self._scratch.get(name)
         if memory is None or memory.nbytes < count * kind.itemsize:
-            memory = self._buffers[name] = np.empty(count * kind.itemsize, np.uint8)
+            memory = self._scratch[name] = np.empty(count * kind.itemsize, np.uint8)
         return memory[: count * kind.itemsize].view(kind)
 
     def _saved_array(self, task: Task, name: str, count: int) -> Array:
         """Return the array that lasts from step to step: zeros in the first step; without feedback, in every step."""
         if not self.feedback:
-            zeros = self._buffer(name, count, task.work)
+            zeros = self._scratch_array(name, count, task.work)
             zeros.fill(0)
             return zeros
         array: Array | None = task.saved.get(name)

@@ -66,9 +66,9 @@ class Rounding(Compression):
         parts = self._parts(task, exchange.size)
         mine = parts[exchange.rank]
         total = parts[-1].begin + parts[-1].nbytes
-        wire = self._buffer("wire", total, np.uint8)
-        received = self._buffer("received", exchange.size * mine.nbytes, np.uint8)
-        sums = self._buffer("sums", mine.nbytes, np.uint8)
+        wire = self._scratch_array("wire", total, np.uint8)
+        received = self._scratch_array("received", exchange.size * mine.nbytes, np.uint8)
+        sums = self._scratch_array("sums", mine.nbytes, np.uint8)
         sizes = tuple(part.nbytes for part in parts)
 
         self._encode_all(task, parts, wire)
@@ -100,7 +100,7 @@ class Rounding(Compression):
     def _encode_all(self, task: Task, parts: tuple[Part, ...], wire: Array) -> None:
         flat, scale = task.flat, task.work.type(task.scale)
         kept = self._saved_array(task, "residual", flat.size)
-        spare = self._buffer("spare", CHUNK + self.grain, task.work)
+        spare = self._scratch_array("spare", CHUNK + self.grain, task.work)
         for part in parts:
             for first, last, begin, end in part.chunks:
                 x, other = kept[first:last], spare[: last - first]
@@ -110,10 +110,10 @@ class Rounding(Compression):
 
     def _fold(self, task: Task, exchange: Exchange, mine: Part, received: Array, sums: Array) -> None:
         kept = self._saved_array(task, "owed", mine.size)
-        spare = self._buffer("spare", CHUNK + self.grain, task.work)
+        spare = self._scratch_array("spare", CHUNK + self.grain, task.work)
         for first, last, begin, end in mine.chunks:
             x, other = kept[first - mine.first : last - mine.first], spare[: last - first]
-            total = self._buffer("total", last - first, task.work)
+            total = self._scratch_array("total", last - first, task.work)
             self._decode(received[0, begin:end], total)
             for source in range(1, exchange.size):
                 self._decode(received[source, begin:end], other)
@@ -123,7 +123,7 @@ class Rounding(Compression):
 
     def _decode_all(self, task: Task, parts: tuple[Part, ...], wire: Array) -> None:
         flat = task.flat
-        spare = self._buffer("spare", CHUNK + self.grain, task.work)
+        spare = self._scratch_array("spare", CHUNK + self.grain, task.work)
         for part in parts:
             for first, last, begin, end in part.chunks:
                 out = flat[first:last] if flat.dtype == task.work else spare[: last - first]

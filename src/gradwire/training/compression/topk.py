@@ -57,13 +57,13 @@ class TopK(Compression):
         number = min(flat.size, math.ceil(self.ratio * flat.size))
         place = np.dtype(np.uint32 if flat.size <= 1 << 32 else np.uint64)
         nbytes = number * (work.itemsize + place.itemsize)
-        wire = self._buffer("wire", nbytes, np.uint8)
-        received = self._buffer("received", exchange.size * nbytes, np.uint8)
+        wire = self._scratch_array("wire", nbytes, np.uint8)
+        received = self._scratch_array("received", exchange.size * nbytes, np.uint8)
 
         self._choose(task, *_split(wire, number, work, place))
         exchange(Shape("all_gather", BYTE, (nbytes,) * exchange.size, call=task.call), wire, received)
 
-        total = flat if flat.dtype == work else self._buffer("total", flat.size, work)
+        total = flat if flat.dtype == work else self._scratch_array("total", flat.size, work)
         total.fill(0)
         for source, encoded in enumerate(received.reshape(exchange.size, nbytes)):
             values, places = _split(encoded, number, work, place)
@@ -76,7 +76,7 @@ class TopK(Compression):
     def _choose(self, task: Task, values: Array, places: Array) -> None:
         """Move the largest values from the residual plus the bucket into `values` and `places`."""
         kept = self._saved_array(task, "residual", task.flat.size)
-        magnitudes = self._buffer("magnitudes", task.flat.size, task.work)
+        magnitudes = self._scratch_array("magnitudes", task.flat.size, task.work)
         np.multiply(task.flat.astype(task.work, copy=False), task.work.type(task.scale), out=magnitudes)
         np.add(kept, magnitudes, out=kept)
         np.abs(kept, out=magnitudes)
