@@ -201,6 +201,8 @@ def test_error_without_a_recovery_fails_the_job(tmp_path: Path, ready: Ready) ->
                 job.heartbeats.tell(News(1 + regrouped, 0, (), None))
             ended = job.ended()
         assert ended.outcome.exit_code == (0 if regrouped else 1)
+        assert ended.err.endswith("OSError: disk full\n"), "a worker's own error is shown when it ends"
+        assert ended.err.count("Traceback") == 1
 
 
 FINISHED = "from gradwire.errors import Finished\nraise Finished('there is nothing left to join')\n"

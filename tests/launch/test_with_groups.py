@@ -49,6 +49,21 @@ def test_launch_killed_rank_is_the_cause() -> None:
     assert all("raised PeerLost: rank 2" in note for note in caught.value.__notes__)
 
 
+def test_launch_rank_that_returns_too_early_is_the_cause_of_the_peer_lost() -> None:
+    def job() -> None:
+        group = gw.init()
+        group.barrier()
+        if group.rank != 1:
+            group.barrier()
+
+    with pytest.raises(gw.PeerLost, match=r"^rank 1 ") as caught:
+        gw.launch(job, 3)
+    cause = caught.value.__cause__
+    assert isinstance(cause, gw.WorkerFailed)
+    assert cause.culprit == 1
+    assert str(cause).endswith("exited with code 0 while other ranks still needed it")
+
+
 def test_launch_rank_that_never_joins_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def job() -> None:
         if os.environ["GRADWIRE_RANK"] == "0":

@@ -190,14 +190,16 @@ def test_verdict_mismatch_names_the_first_difference() -> None:
 
 def test_verdict_mismatch_waits_a_limited_time_for_a_rank_that_does_not_answer() -> None:
     one = verdict(MISMATCH, size=4)
-    one.add_calls(1, (0, 1, 3), 0, [call(7, "a")])
-    one.add_calls(1, (0, 1, 3), 1, [call(6, "z")])
+    one.add_calls(1, (0, 1, 2, 3), 0, [call(7, "a")])
+    one.add_calls(1, (0, 1, 2, 3), 1, [call(6, "z")])
+    one.add_calls(1, (0, 1, 2, 3), 2, [])
     assert not one.decide(100.0 + CALLS_SECONDS * 0.9)
     assert one.decide(100.0 + CALLS_SECONDS)
     assert str(raised(one)).splitlines()[1:] == [
         "  rank 0: a at train.py:1",
         "  rank 1: has not reached this call; its last call was z at train.py:1",
-        "  rank 3: has not called anything in this group",
+        "  rank 2: has not called anything in this group",
+        "  rank 3: has not reported its calls",
     ]
 
 

@@ -19,7 +19,7 @@ from gradwire.transports.base import CONTROL_CHANNEL, Link, Transport
 from gradwire.transports.shm.shared_memory import SharedMemory
 
 ANSWER_SECONDS = 0.3  # that ranks have to answer a control message
-VERDICT_SECONDS = 5.0  # a verdict takes at most half a second, but longer on an overloaded machine
+VERDICT_SECONDS = 8.0  # a verdict takes at most half of this, but longer on an overloaded machine
 EXIT_SECONDS = 0.01  # between the closing of a dying process's links and the end of the process
 
 

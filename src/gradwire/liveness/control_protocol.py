@@ -29,7 +29,7 @@ from gradwire.wire import MAX_CONTROL
 
 ANNOUNCE_SECONDS = 0.5  # between progress messages: reading them costs the receiver time
 TICK_SECONDS = 0.3  # longest time between two ticks
-BEHIND_SECONDS = 0.3  # after a mismatch, how long a rank waits for its own program to make the disputed call
+BEHIND_SECONDS = 3.0  # after a mismatch, how long a rank waits for its own program to make the disputed call
 MAX_GROUPS = 4096
 MAX_DISPUTES = 16
 MAX_ITEM_BYTES = MAX_CONTROL // 2

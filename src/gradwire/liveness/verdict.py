@@ -19,7 +19,7 @@ from gradwire.liveness.call_log import Call, CallLog
 from gradwire.topology import rank_ranges
 
 DECISION_SECONDS = 0.03  # from the first finding to the verdict
-CALLS_SECONDS = 0.6  # the same for a mismatch, at most
+CALLS_SECONDS = 4.0  # the same for a mismatch, at most
 MAX_TEXT = 4096
 MAX_ROWS = 8  # ranks up to which a mismatch shows each of them in a row of its own
 MAX_FINDINGS = 256  # findings considered before the verdict; later ones are dropped
@@ -198,8 +198,10 @@ class Verdict:
                 rows[rank] = str(call)
             elif newest is not None:
                 rows[rank] = f"has not reached this call; its last call was {newest}"
-            else:
+            elif rank in by_rank:
                 rows[rank] = "has not called anything in this group"
+            else:
+                rows[rank] = "has not reported its calls"
         known = {rank: call for rank, call in at.items() if call is not None}
         differing = _outside_majority(known)
         culprit = min(differing, default=None)
