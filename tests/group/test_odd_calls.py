@@ -47,7 +47,7 @@ def test_all_gather_into_an_out_of_another_length_fails_on_that_rank_alone(trans
         found = [group.all_gather(x).tolist() for _ in range(3)]
         out = np.zeros(length if group.rank == 0 else 2, np.int64)
         if group.rank == 0:
-            with pytest.raises(gw.ArrayError, match=rf"out is int64\[{length}\], and the result int64\[2\]"):
+            with pytest.raises(gw.ArrayError, match=rf"out is int64\[{length}\], but the result is int64\[2\]"):
                 group.all_gather(x, out=out)
             assert not out.any()
         else:

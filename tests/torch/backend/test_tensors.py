@@ -43,8 +43,8 @@ def freed(dtype: torch.dtype) -> Any:
 
 
 ODD: dict[str, tuple[Any, str]] = {
-    "a wrapper subclass": (lambda: Wrapper((3,)), "has no memory"),
-    "a fake": (fake, "has no memory"),
+    "a wrapper subclass": (lambda: Wrapper((3,)), "without memory"),
+    "a fake": (fake, "without memory"),
     "negative": (lambda: torch.tensor([1 + 2j]).conj().imag, r"pass x\.resolve_conj\(\)\.resolve_neg\(\)"),
     "conjugate": (lambda: torch.tensor([1 + 2j]).conj(), r"pass x\.resolve_conj\(\)\.resolve_neg\(\)"),
     "zeros": (lambda: torch._efficientzerotensor(3), r"pass torch\.zeros_like\(x\)"),
