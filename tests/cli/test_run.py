@@ -165,7 +165,14 @@ def test_run_exception_on_one_rank_prints_its_traceback_once_and_last(start: Sta
     assert len([line for line in err.splitlines() if line.startswith("gradwire: ranks 0, 1, 3 ")]) == 1, err
 
 
-@pytest.mark.parametrize("leave", ["sys.exit(0)", "sys.exit()", "group.close(); gone = True"])
+@pytest.mark.parametrize(
+    "leave",
+    [
+        "sys.exit(0)",
+        pytest.param("sys.exit()", marks=pytest.mark.slow),
+        pytest.param("group.close(); gone = True", marks=pytest.mark.slow),
+    ],
+)
 def test_run_rank_that_exits_with_0_too_early_is_the_root_cause(leave: str, start: Start, tmp_path: Path) -> None:
     script = f"""
         import sys

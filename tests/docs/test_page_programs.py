@@ -9,12 +9,13 @@ import pytest
 from support.documents import ROOT, Block, code_blocks, run_program
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SLOW = ("import torch", "import jax", "time.sleep")  # frameworks take seconds to load
+FAST = ("README.md", "concepts.md", "group.md")  # all other pages are for `make verify`: each program takes seconds
+SLOW = ("import torch", "import jax", "time.sleep")
 PROGRAMS = [
     pytest.param(
         block,
         id=f"{page.stem}-line-{block.line}",
-        marks=[pytest.mark.slow] if any(one in block.text for one in SLOW) else [],
+        marks=[pytest.mark.slow] if page.name not in FAST or any(one in block.text for one in SLOW) else [],
     )
     for page in PAGES
     for block in code_blocks(page, "python")
