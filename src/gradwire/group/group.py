@@ -222,7 +222,8 @@ class Group(CollectiveCalls, PointToPointCalls):
 
         Raises:
             UnsupportedOp: The membership of this job is fixed; `capabilities.recovers` is False.
-            NoConnection: No next generation was formed in time, or the coordinator cannot be reached.
+            Timeout: No next generation was formed in time.
+            NoConnection: The coordinator cannot be reached.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.capabilities.recovers
