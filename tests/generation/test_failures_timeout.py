@@ -97,12 +97,15 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
             if how == "in C":
                 wait_for_the_position_of_rank_1(group)
                 group.send(np.ones(1), dst=1)
+                group.recv(np.empty(1), src=1)
             group.all_reduce(np.ones(3), timeout=seconds)
         elif how == "sleeping":
             time.sleep(60)
         else:
             for peer in (0, 2):
                 group.recv(np.empty(1), src=peer)
+            for peer in (0, 2):
+                group.send(np.ones(1), dst=peer)
             ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # PyDLL keeps the GIL during the call
             group.barrier()
     except gw.GradwireError as error:
