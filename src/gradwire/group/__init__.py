@@ -1,17 +1,18 @@
 """`Group`: the calls that users make, and how they run one at a time in one order.
 
-work                `Work`: the handle of a queued operation
-plan_cache          the plans used most recently: schedules chosen by cost and bound to this rank
-call_order          tickets that define the order of a group's calls
-progress_queue      queued operations, and the thread that runs them
-group_links         the links between a group's ranks, and the executor that uses them
-schedule_runner     runs the schedules of a call
-runner              runs a group's operations one at a time, in the program's order
-point_to_point      send, recv, sendrecv and copy, outside of that order
-collective_calls    the collectives of a group
-stream              `Stream`: the same collectives, queued
-group               `Group`
-internals           `GroupInternals`: access for gradwire's other packages
+work                  `Work`: the handle of a queued operation
+plan_cache            the plans used most recently: schedules chosen by cost and bound to this rank
+call_order            tickets that define the order of a group's calls
+progress_queue        queued operations, and the thread that runs them
+group_links           the links between a group's ranks, and the executor that uses them
+schedule_runner       runs the schedules of a call
+runner                runs a group's operations one at a time, in the program's order
+point_to_point        messages between two ranks, outside of that order
+point_to_point_calls  the calls of a group that send and receive them
+collective_calls      the collectives of a group
+stream                `Stream`: the same collectives, queued
+group                 `Group`
+internals             `GroupInternals`: access for gradwire's other packages
 """
 
 from __future__ import annotations

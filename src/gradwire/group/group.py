@@ -17,7 +17,8 @@ from gradwire.collectives import COLLECTIVES, algorithms
 from gradwire.errors import InvalidRank, InvalidSize, UnsupportedOp
 from gradwire.generation.generation import Generation
 from gradwire.group.collective_calls import CollectiveCalls
-from gradwire.group.point_to_point import PointToPoint, PointToPointCalls
+from gradwire.group.point_to_point import PointToPoint
+from gradwire.group.point_to_point_calls import PointToPointCalls
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.stream import Stream
 from gradwire.liveness.verdict import Finding
