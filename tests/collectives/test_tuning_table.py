@@ -167,7 +167,7 @@ def chooses(here: Here, files: list[str]) -> None:
     with gw.init() as group:
         group.barrier()
         parts = parts_of(group)
-        here.tell(table=tuning_table.encode(parts.generation.table), sequence=parts.runner.calls.sequence)
+        here.send(table=tuning_table.encode(parts.generation.table), sequence=parts.runner.calls.sequence)
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -179,7 +179,7 @@ def test_init_ranks_with_different_tables_use_that_of_rank_0(size: int, job: Sta
     files[-1].write_text("broken")
     with job(chooses, size, [str(file) for file in files]) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"table": GOOD, "sequence": 1}  # agreeing on the table takes no number
+            assert rank.receive() == {"table": GOOD, "sequence": 1}  # agreeing on the table takes no number
             assert rank.ended() == 0
             assert rank.output() == ""  # only rank 0 has read its file
 
@@ -189,7 +189,7 @@ def test_init_broken_table_of_rank_0_gives_defaults_to_all(job: StartJob, tmp_pa
     tuning_table.store(SLOW, tmp_path / "good")
     with job(chooses, 2, [str(tmp_path / "broken"), str(tmp_path / "good")]) as ranks:
         for rank in ranks:
-            assert rank.hear()["table"] == tuning_table.encode(DEFAULTS)
+            assert rank.receive()["table"] == tuning_table.encode(DEFAULTS)
             assert rank.ended() == 0
         assert ranks[0].output().count(str(tmp_path / "broken")) == 1
 
@@ -200,12 +200,12 @@ def disagrees(here: Here) -> None:
     try:
         gw.init()
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 def test_init_table_of_an_unknown_version_raises(job: StartJob) -> None:
     with job(disagrees, 2) as ranks:
-        heard = ranks[1].hear()
+        heard = ranks[1].receive()
     assert heard["error"] == "ConfigError"
     assert "the tuning table of rank 0 cannot be used here (its version is '2', not 1)" in heard["text"]
 

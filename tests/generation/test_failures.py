@@ -34,12 +34,12 @@ def fork_children(how: str) -> None:
 
 def survive(here: Here, group: gw.Group, error: gw.GradwireError) -> None:
     """Report an error and the error of the next call."""
-    here.tell_error(error)
+    here.send_error(error)
     try:
         group.barrier()
     except gw.GradwireError as again:
-        here.tell_error(again)
-    here.hear()
+        here.send_error(again)
+    here.receive()
 
 
 def reduces_until_broken(here: Here, nbytes: int, children: str) -> None:
@@ -47,7 +47,7 @@ def reduces_until_broken(here: Here, nbytes: int, children: str) -> None:
     fork_children(children)
     x = np.ones(nbytes // 4, np.float32)
     group.all_reduce(x, op="mean")
-    here.tell(ready=True)
+    here.send(ready=True)
     try:
         while True:
             group.all_reduce(x, op="mean")  # here
@@ -58,17 +58,17 @@ def reduces_until_broken(here: Here, nbytes: int, children: str) -> None:
 def idles(here: Here, how: str) -> None:
     group = gw.init()
     group.barrier()
-    here.tell(ready=True)
+    here.send(ready=True)
     try:
         if how == "recv":
-            group.recv(np.zeros(4), src=int(here.hear()), timeout=60)
+            group.recv(np.zeros(4), src=int(here.receive()), timeout=60)
         elif how == "recv from anyone":
-            here.hear()
+            here.receive()
             group.recv(np.zeros(4), timeout=60)
         elif how == "send":
-            group.send(np.zeros(1 << 20), dst=int(here.hear()), timeout=60)
+            group.send(np.zeros(1 << 20), dst=int(here.receive()), timeout=60)
         else:
-            here.hear()
+            here.receive()
             group.barrier()
     except gw.GradwireError as error:
         survive(here, group, error)
@@ -79,10 +79,10 @@ def all_but(ranks: list[Rank], *numbers: int) -> list[Rank]:
 
 
 def check_lost(rank: Rank, culprit: int, operation: str) -> dict[str, Any]:
-    first = rank.hear()
+    first = rank.receive()
     assert (first["error"], first["culprit"], first["operation"]) == ("PeerLost", culprit, operation), first
     assert first["generation"] == 1
-    again = rank.hear()
+    again = rank.receive()
     assert (again["error"], again["culprit"], again["operation"]) == ("PeerLost", culprit, "barrier"), again
     assert rank.running()
     return first
@@ -106,7 +106,7 @@ def test_rank_killed_in_a_collective_is_the_culprit_of_peer_lost(
 ) -> None:
     with job(reduces_until_broken, 3 if nbytes == LARGE else 4, nbytes, children) as ranks:
         for rank in ranks:
-            assert rank.hear()["ready"]
+            assert rank.receive()["ready"]
         ranks[victim].signal()
         for rank in all_but(ranks, victim):
             lost = check_lost(rank, victim, "all_reduce")
@@ -121,14 +121,14 @@ def test_rank_killed_outside_a_collective_is_the_culprit_of_peer_lost(job: Start
     operation = {"idle": "barrier", "send": "send"}.get(how, "recv")
     with job(idles, 3, how) as ranks:
         for rank in ranks:
-            assert rank.hear()["ready"]
+            assert rank.receive()["ready"]
         if how != "idle":
             for rank in all_but(ranks, victim):
-                rank.tell(victim)
+                rank.send(victim)
         ranks[victim].signal()
         if how == "idle":
             for rank in all_but(ranks, victim):
-                rank.tell()
+                rank.send()
         for rank in all_but(ranks, victim):
             check_lost(rank, victim, operation)
 
@@ -142,7 +142,7 @@ def reduces_until_several_are_lost(here: Here) -> None:
 def test_peer_lost_after_ranks_are_killed_at_once_names_the_lowest(job: StartJob, order: tuple[int, int]) -> None:
     with job(reduces_until_several_are_lost, 4) as ranks:
         for rank in ranks:
-            assert rank.hear()["ready"]
+            assert rank.receive()["ready"]
         for victim in order:
             ranks[victim].signal()
         for rank in all_but(ranks, *order):

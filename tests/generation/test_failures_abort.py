@@ -21,14 +21,14 @@ from support.ranks import run_ranks
 def gives_up(here: Here, how: str) -> None:
     group = gw.init()
     group.barrier()
-    here.tell(ready=True)
+    here.send(ready=True)
     if group.rank != 1:
         try:
             group.barrier()
         except gw.GradwireError as error:
-            here.tell_error(error)
+            here.send_error(error)
         return
-    here.hear()
+    here.receive()
     if how == "uncaught":
         raise ValueError("the loss is not a number")
     if how == "with":
@@ -40,17 +40,17 @@ def gives_up(here: Here, how: str) -> None:
         try:
             group.barrier()
         except gw.GradwireError as error:
-            here.tell_error(error)
+            here.send_error(error)
 
 
 @pytest.mark.parametrize("how", ["uncaught", "with", "abort"])
 def test_abort_or_exception_in_a_process_gives_other_ranks_the_reason(job: StartJob, how: str) -> None:
     with job(gives_up, 3, how) as ranks:
         for rank in ranks:
-            assert rank.hear()["ready"]
-        ranks[1].tell()
+            assert rank.receive()["ready"]
+        ranks[1].send()
         for rank in ranks if how == "abort" else (ranks[0], ranks[2]):
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"], report["operation"]) == ("Aborted", 1, "barrier"), report
             prefix = "" if how == "abort" else "ValueError: "
             assert report["text"].startswith("rank 1 (host ")
@@ -65,9 +65,9 @@ def is_interrupted(here: Here, what: str) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     group.barrier()
     if group.rank == 2:
-        here.hear()
+        here.receive()
     else:
-        here.tell_when_waiting()
+        here.send_when_waiting()
     try:
         if what == "collective" or group.rank == 2:
             group.all_reduce(np.ones(3))  # rank 2 may have all data it needs, and notice the abort at its next call
@@ -79,27 +79,27 @@ def is_interrupted(here: Here, what: str) -> None:
             stream.all_reduce(np.ones(3))
             group.barrier()  # waits until the queued work is done
     except KeyboardInterrupt:
-        here.tell(error="KeyboardInterrupt")
+        here.send(error="KeyboardInterrupt")
         if what == "large send":
             raise
         try:
             group.barrier()
         except gw.GradwireError as error:
-            here.tell_error(error)
+            here.send_error(error)
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 @pytest.mark.parametrize("what", ["collective", "stream", "large send"])
 def test_ctrl_c_on_one_rank_raises_aborted_on_all(job: StartJob, what: str) -> None:
     with job(is_interrupted, 3, what) as ranks:
         for rank in ranks[:2]:
-            assert rank.hear()["waiting"]
+            assert rank.receive()["waiting"]
         ranks[0].signal(signal.SIGINT)
-        assert ranks[0].hear() == {"error": "KeyboardInterrupt"}
-        ranks[2].tell()
+        assert ranks[0].receive() == {"error": "KeyboardInterrupt"}
+        ranks[2].send()
         for rank in ranks[1:] if what == "large send" else ranks:
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"]) == ("Aborted", 0), report
             why = "KeyboardInterrupt" if what == "large send" else "interrupted (Ctrl-C) during "
             assert why in report["text"]

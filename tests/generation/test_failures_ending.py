@@ -29,17 +29,17 @@ def one_leaves_early(here: Here, how: str) -> None:
         group.send(np.full(3, 7.0), dst=0)
         leave(how, group)
         return
-    here.hear()  # the test sends this after rank 1 has ended
+    here.receive()  # the test sends this after rank 1 has ended
     other = 2 - group.rank
     y = np.zeros(4)
     group.sendrecv(np.full(4, float(group.rank)), y, dst=other, src=other)
     pair = group.subgroup([0, 2])
-    here.tell(received=y.tolist(), sum=pair.all_reduce(1 + group.rank))
-    here.hear()
+    here.send(received=y.tolist(), sum=pair.all_reduce(1 + group.rank))
+    here.receive()
     if group.rank == 0:
         last_words = np.zeros(3)
         group.recv(last_words, src=1)
-        here.tell(last_words=last_words.tolist())
+        here.send(last_words=last_words.tolist())
 
 
 @pytest.mark.parametrize("how", ["return", "exit code", "close"])
@@ -47,12 +47,12 @@ def test_rank_that_ends_is_not_lost_for_calls_that_do_not_need_it(job: StartJob,
     with job(one_leaves_early, 3, how) as ranks:
         assert ranks[1].ended() == (3 if how == "exit code" else 0)
         for rank in (ranks[0], ranks[2]):
-            rank.tell()
+            rank.send()
         for rank in (ranks[0], ranks[2]):
-            assert rank.hear() == {"received": [2.0 - rank.number] * 4, "sum": 4}
+            assert rank.receive() == {"received": [2.0 - rank.number] * 4, "sum": 4}
         for rank in (ranks[0], ranks[2]):
-            rank.tell()
-        assert ranks[0].hear() == {"last_words": [7.0, 7.0, 7.0]}
+            rank.send()
+        assert ranks[0].receive() == {"last_words": [7.0, 7.0, 7.0]}
         assert [rank.ended() for rank in (ranks[0], ranks[2])] == [0, 0]
         assert "rror" not in ranks[0].output() + ranks[2].output()
 
@@ -62,7 +62,7 @@ def needs_one_that_left(here: Here, what: str) -> None:
     group.barrier()
     if group.rank == 1:
         return
-    here.hear()
+    here.receive()
     try:
         if what == "all_reduce":
             group.all_reduce(np.ones(3))  # needs rank 1
@@ -76,7 +76,7 @@ def needs_one_that_left(here: Here, what: str) -> None:
         elif what == "subgroup":
             group.subgroup([1, 2] if group.rank == 2 else [0, 1]).barrier()
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv", "small send", "large send", "subgroup"])
@@ -84,10 +84,10 @@ def test_call_that_needs_a_rank_that_left_raises_peer_lost(job: StartJob, what: 
     with job(needs_one_that_left, 3, what) as ranks:
         assert ranks[1].ended() == 0
         for rank in (ranks[0], ranks[2]):
-            rank.tell()
+            rank.send()
         said = ""
         for rank in (ranks[0], ranks[2]):
-            lost = rank.hear()
+            lost = rank.receive()
             said += f"{lost['text']}\n"
             assert (lost["error"], lost["culprit"], lost["generation"]) == ("PeerLost", 1, 1), lost
             assert f"(host {os.uname().nodename}, pid {ranks[1].pid}) left the job" in lost["text"]
@@ -98,9 +98,9 @@ def test_call_that_needs_a_rank_that_left_raises_peer_lost(job: StartJob, what: 
 def ends_after_an_error(here: Here, how: str) -> None:
     group = gw.init()
     group.barrier()
-    here.tell(ready=True)
+    here.send(ready=True)
     if group.rank == 3:
-        here.hear()  # idle until the other ranks have raised and ended
+        here.receive()  # idle until the other ranks have raised and ended
     try:
         while True:
             group.barrier()
@@ -109,8 +109,8 @@ def ends_after_an_error(here: Here, how: str) -> None:
             os._exit(1)
         if group.rank in (0, 1) and how == "raise":
             raise
-        here.tell_error(error)
-        here.hear()
+        here.send_error(error)
+        here.receive()
 
 
 @pytest.mark.parametrize("how", ["return", "raise", "os._exit"])
@@ -118,17 +118,17 @@ def test_survivors_that_end_after_a_loss_are_not_named_as_its_culprit(job: Start
     """Rank 4 is killed, and ranks 0 and 1 end with the error. Ranks 2 and 3 name neither, though 3 calls much later."""
     with job(ends_after_an_error, 5, how) as ranks:
         for rank in ranks:
-            assert rank.hear()["ready"]
+            assert rank.receive()["ready"]
         ranks[4].signal()
         if how == "return":
             for rank in ranks[:2]:
-                assert rank.hear()["culprit"] == 4
-                rank.tell()
+                assert rank.receive()["culprit"] == 4
+                rank.send()
         assert [rank.ended() for rank in ranks[:2]] == [0 if how == "return" else 1] * 2
-        lost = ranks[2].hear()
+        lost = ranks[2].receive()
         assert (lost["error"], lost["culprit"]) == ("PeerLost", 4), lost
-        ranks[3].tell()
-        lost = ranks[3].hear()
+        ranks[3].send()
+        lost = ranks[3].receive()
         assert (lost["error"], lost["culprit"]) == ("PeerLost", 4), lost
 
 

@@ -30,29 +30,29 @@ def reduces(here: Here, transport: str, nbytes: int) -> None:
     group = gw.init(transport=transport)
     x = np.ones(max(8, nbytes) // 4, np.float32)
     group.all_reduce(x, op="mean")
-    here.tell(ready=True)
+    here.send(ready=True)
     try:
         if not nbytes and group.rank == 0:
-            here.hear()
+            here.receive()
         while nbytes:
             group.all_reduce(x, op="mean")
         group.barrier()
     except gw.GradwireError as error:
-        here.tell_error(error)
-        here.hear()
+        here.send_error(error)
+        here.receive()
 
 
 def freeze(ranks: list[Rank], *victims: int) -> list[Rank]:
     """Stop some ranks when all are in their calls, and return the others."""
     for rank in ranks:
-        assert rank.hear()["ready"]
+        assert rank.receive()["ready"]
     for victim in victims:
         ranks[victim].signal(signal.SIGSTOP)
     return [rank for rank in ranks if rank.number not in victims]
 
 
 def check_lost(rank: Rank, victim: Rank) -> None:
-    report = rank.hear()
+    report = rank.receive()
     assert (report["error"], report["culprit"]) == ("PeerLost", victim.number), report
     who = rf"rank {victim.number} \(host \S+, pid {victim.pid}\)"
     during = r" during (all_reduce|barrier) #\d+, test_failures_silence.py:\d+"
@@ -105,16 +105,16 @@ def keeps_its_array(here: Here) -> None:
     if group.rank == 1:
         writer.start()
     group.barrier()
-    here.tell(ready=True)
+    here.send(ready=True)
     try:
         while True:
             group.barrier()
     except gw.GradwireError as error:
         x[:] = 7
-        here.tell_error(error)
-    here.hear()  # the rank that continued has raised, and keeps writing until the test ends it
+        here.send_error(error)
+    here.receive()  # the rank that continued has raised, and keeps writing until the test ends it
     over.set()
-    here.tell(bytes=sorted({*x.tolist()}))
+    here.send(bytes=sorted({*x.tolist()}))
 
 
 @needs_core
@@ -125,7 +125,7 @@ def test_frozen_rank_that_continues_raises_aborted_and_changes_no_peer_memory(jo
         for rank in others:
             check_lost(rank, frozen)
         frozen.signal(signal.SIGCONT)
-        report = frozen.hear()
+        report = frozen.receive()
         assert (report["error"], report["culprit"]) == ("Aborted", 1), report
         assert re.match(
             rf"rank 1 \(host \S+, pid {frozen.pid}\) was declared lost by its peers: "
@@ -133,8 +133,8 @@ def test_frozen_rank_that_continues_raises_aborted_and_changes_no_peer_memory(jo
             report["text"],
         )
         for rank in (*others, frozen):
-            rank.tell()
-        assert [rank.hear()["bytes"] for rank in others] == [[7], [7]]
+            rank.send()
+        assert [rank.receive()["bytes"] for rank in others] == [[7], [7]]
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
 
 
@@ -144,13 +144,13 @@ def reduces_with_a_child(here: Here, transport: str) -> None:
         signal.pause()
         os._exit(0)
     group.barrier()
-    here.tell(ready=True)
+    here.send(ready=True)
     try:
         while True:
             group.barrier()
     except gw.GradwireError as error:
-        here.tell_error(error)
-        here.hear()
+        here.send_error(error)
+        here.receive()
 
 
 @needs_core
@@ -170,23 +170,23 @@ def holds_the_interpreter(here: Here, transport: str) -> None:
     group.barrier()
     if group.rank == 1:
         ctypes.PyDLL(None).usleep(2_500_000)
-    here.tell(sum=group.all_reduce(1))
+    here.send(sum=group.all_reduce(1))
 
 
 @needs_core
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_rank_whose_interpreter_is_blocked_is_not_lost(job: StartJob, transport: str) -> None:
     with job(holds_the_interpreter, 3, transport) as ranks:
-        assert [rank.hear()["sum"] for rank in ranks] == [3, 3, 3]
+        assert [rank.receive()["sum"] for rank in ranks] == [3, 3, 3]
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
 
 
 def stops_together(here: Here, transport: str) -> None:
     group = gw.init(transport=transport)
     group.barrier()
-    here.tell(ready=True)
-    here.hear()
-    here.tell(sum=group.all_reduce(1))
+    here.send(ready=True)
+    here.receive()
+    here.send(sum=group.all_reduce(1))
 
 
 @needs_core
@@ -194,15 +194,15 @@ def stops_together(here: Here, transport: str) -> None:
 def test_job_stopped_and_continued_as_a_whole_keeps_working(job: StartJob, transport: str) -> None:
     with job(stops_together, 3, transport) as ranks:
         for rank in ranks:
-            assert rank.hear()["ready"]
+            assert rank.receive()["ready"]
         for rank in ranks:
             rank.signal(signal.SIGSTOP)
         time.sleep(1.0)  # longer than the allowed silence
         for rank in ranks:
             rank.signal(signal.SIGCONT)
         for rank in ranks:
-            rank.tell()
-        assert [rank.hear()["sum"] for rank in ranks] == [3, 3, 3]
+            rank.send()
+        assert [rank.receive()["sum"] for rank in ranks] == [3, 3, 3]
 
 
 # -- without the core -------------------------------------------------------------------------------------------------
@@ -213,19 +213,19 @@ def runs_without_the_core(here: Here, max_silence: float) -> None:
     lifeline.PURE_SECONDS = max_silence
     group = gw.init()
     group.barrier()
-    here.tell(ready=True)
+    here.send(ready=True)
     try:
         while True:
             group.barrier()
     except gw.GradwireError as error:
-        here.tell_error(error)
-        here.hear()
+        here.send_error(error)
+        here.receive()
 
 
 def test_frozen_rank_without_the_core_is_lost_after_the_longer_limit(job: StartJob) -> None:
     with job(runs_without_the_core, 3, 1.5) as ranks:
         for rank in freeze(ranks, 1):
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"]) == ("PeerLost", 1), report
             silent = re.search(r"has been silent for (\d+\.\d\d) s", report["text"])
             assert silent is not None, report["text"]

@@ -109,7 +109,7 @@ def waits_for_rank_1(here: Here, how: str, seconds: float) -> None:
             ctypes.PyDLL(None).usleep(int(1e6 * 5 * seconds))  # PyDLL keeps the GIL during the call
             group.barrier()
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_timeout_says_how_a_living_process_is_stuck(job: StartJob, how: str, sai
     expected = "rank 1 is alive but " + said.format(last=place(waits_for_rank_1, "# the last call"))
     with job(waits_for_rank_1, 3, how, 0.6) as ranks:
         for rank in (ranks[0], ranks[2]):
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"]) == ("Timeout", 1), report
             assert re.fullmatch(
                 rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", report["text"]

@@ -50,9 +50,9 @@ def keeps_reducing(here: Here) -> None:
         group.sendrecv(x, y, dst=other, src=other)
     secret, run = whole_secret(os.environ, loopback=True), generation.identity.run
     key, address = derive(secret, "links", run), generation.transport.address
-    here.tell(address=address, key=key.hex(), job=run.hex(), resident=resident(), rank=group.rank)
+    here.send(address=address, key=key.hex(), job=run.hex(), resident=resident(), rank=group.rank)
     orders: list[Any] = []
-    listener = threading.Thread(target=lambda: orders.extend(here.hear() for _ in range(3)), daemon=True)
+    listener = threading.Thread(target=lambda: orders.extend(here.receive() for _ in range(3)), daemon=True)
     listener.start()
     done, wanted, sub = 0, 0, group
     while True:
@@ -67,8 +67,8 @@ def keeps_reducing(here: Here) -> None:
             if orders[heard - 1] == "new links":
                 sub = group.subgroup([0, 1])
                 sub.barrier()
-            here.tell(done=done)
-    here.tell(done=done, resident=resident(), right=bool((x == 1).all()))
+            here.send(done=done)
+    here.send(done=done, resident=resident(), right=bool((x == 1).all()))
 
 
 class Target:
@@ -76,7 +76,7 @@ class Target:
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
-        self.reports = [rank.hear() for rank in ranks]
+        self.reports = [rank.receive() for rank in ranks]
         self.address: tuple[str, int] = (self.reports[0]["address"][0], self.reports[0]["address"][1])
         self.key = bytes.fromhex(self.reports[0]["key"])
         self.job = bytes.fromhex(self.reports[0]["job"])
@@ -86,8 +86,8 @@ class Target:
 
     def order(self, what: str) -> list[dict[str, Any]]:
         for rank in self.ranks:
-            rank.tell(what)
-        return [rank.hear() for rank in self.ranks]
+            rank.send(what)
+        return [rank.receive() for rank in self.ranks]
 
     def log(self) -> str:
         return self.ranks[0].output()

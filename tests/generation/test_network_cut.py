@@ -42,25 +42,25 @@ def reduces(here: Here, hosts: list[int], nbytes: int) -> None:
     group = join(hosts)
     x = np.ones(nbytes // 4, np.float32)
     group.all_reduce(x)
-    here.tell(ready=True)
+    here.send(ready=True)
     try:
         while True:
             group.all_reduce(x, op="mean")
     except gw.GradwireError as error:
-        here.tell_error(error)
-    here.hear()
+        here.send_error(error)
+    here.receive()
 
 
 def waits(here: Here, hosts: list[int], nbytes: int) -> None:
     """Wait for a message of a rank on the other host. No data is in transit, so TCP notices nothing."""
     group = join(hosts)
     group.barrier()
-    here.tell(ready=True)
+    here.send(ready=True)
     try:
         group.recv(np.zeros(nbytes), src=(group.rank + 2) % SIZE)
     except gw.GradwireError as error:
-        here.tell_error(error)
-    here.hear()
+        here.send_error(error)
+    here.receive()
 
 
 def job_environ(hosts: Hosts, **more: str) -> Callable[[int], dict[str, str]]:
@@ -90,11 +90,11 @@ def test_network_cut_raises_peer_lost_on_both_sides_for_the_lowest_remote_rank(
     environ = job_environ(hosts, GRADWIRE_PEER_TIMEOUT=str(TIMEOUT))
     with job(body, SIZE, hosts.pids, nbytes, environ=environ) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"ready": True}
+            assert rank.receive() == {"ready": True}
         began = time.monotonic()
         getattr(hosts, how)()
         for rank in ranks:
-            report = rank.hear()
+            report = rank.receive()
             beyond = 2 if rank.number < 2 else 0
             assert (report["error"], report["culprit"]) == ("PeerLost", beyond), report["text"]
             assert f"the network to rank {beyond} drops packets" in report["text"]
@@ -105,11 +105,11 @@ def test_network_cut_raises_peer_lost_on_both_sides_for_the_lowest_remote_rank(
 def test_network_cut_beyond_the_default_timeout_raises_peer_lost_on_both_sides(job: StartJob, hosts: Hosts) -> None:
     with job(reduces, SIZE, hosts.pids, 8, environ=job_environ(hosts)) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"ready": True}
+            assert rank.receive() == {"ready": True}
         began = time.monotonic()
         hosts.cut()
         for rank in ranks:
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), report["text"]
             assert report["at"] - began > PEER_SECONDS - POLL_SECONDS, report["text"]
 
@@ -124,11 +124,11 @@ def test_network_cut_uses_the_longest_peer_timeout_of_all_ranks(job: StartJob, h
 
     with job(reduces, SIZE, hosts.pids, 8, environ=environ) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"ready": True}
+            assert rank.receive() == {"ready": True}
         began = time.monotonic()
         hosts.cut()
         for rank in ranks:
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"]) == ("PeerLost", 2 if rank.number < 2 else 0), report["text"]
             assert report["at"] - began > 2 - POLL_SECONDS, report["text"]
 
@@ -138,7 +138,7 @@ def stop_event(here: Here) -> threading.Event:
     stopped = threading.Event()
 
     def listen() -> None:
-        here.hear()
+        here.receive()
         stopped.set()
 
     threading.Thread(target=listen, daemon=True).start()
@@ -149,14 +149,14 @@ def reduces_until_stopped(here: Here, hosts: list[int]) -> None:
     """Reduce until the test sends a message, then report the sum of a last all-reduce."""
     group = join(hosts)
     group.barrier()
-    here.tell(ready=True)
+    here.send(ready=True)
     enough = stop_event(here) if group.rank == 0 else threading.Event()
     try:
         while not group.all_reduce(float(enough.is_set()), op="max"):
             pass
-        here.tell(sum=group.all_reduce(np.ones(1 << 20, np.float32))[-1].item())
+        here.send(sum=group.all_reduce(np.ones(1 << 20, np.float32))[-1].item())
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 def trains_until_stopped(here: Here, hosts: list[int], address: str) -> None:
@@ -167,8 +167,8 @@ def trains_until_stopped(here: Here, hosts: list[int], address: str) -> None:
         host, port = split(address)
         secret = job_secret(os.environ, False)
         with Coordinator(host, port, size=SIZE, minimum=1, maximum=SIZE, secret=secret, job="cut", insecure=True):
-            here.tell(ready=True)
-            here.hear()
+            here.send(ready=True)
+            here.receive()
         return
     enough = stop_event(here)
     weights = np.zeros(1000)
@@ -180,10 +180,10 @@ def trains_until_stopped(here: Here, hosts: list[int], address: str) -> None:
             weights += run.group.all_reduce(np.ones(1000))
             generations.add((run.group.generation, run.group.size))
         if step.index == 3:
-            here.tell(ready=True)
+            here.send(ready=True)
         if flag and step.committed:
             break
-    here.tell(generations=sorted(generations))
+    here.send(generations=sorted(generations))
     run.finish()
     run.close()
 
@@ -197,10 +197,10 @@ def outage(hosts: Hosts, seconds: float) -> None:
 def test_network_cut_of_a_second_breaks_nothing_in_a_static_job(job: StartJob, hosts: Hosts) -> None:
     with job(reduces_until_stopped, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"ready": True}
+            assert rank.receive() == {"ready": True}
         outage(hosts, OUTAGE)
-        ranks[0].tell()
-        assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
+        ranks[0].send()
+        assert [rank.receive().get("sum") for rank in ranks] == [SIZE] * SIZE
 
 
 def test_network_cut_of_two_thirds_of_the_timeout_breaks_nothing(job: StartJob, hosts: Hosts) -> None:
@@ -212,10 +212,10 @@ def test_network_cut_of_two_thirds_of_the_timeout_breaks_nothing(job: StartJob, 
             pytest.skip("the kernel has no limit for TCP's back-off (Linux 6.15)")
     with job(reduces_until_stopped, SIZE, hosts.pids, environ=job_environ(hosts)) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"ready": True}
+            assert rank.receive() == {"ready": True}
         outage(hosts, PEER_SECONDS * 2 / 3)
-        ranks[0].tell()
-        assert [rank.hear().get("sum") for rank in ranks] == [SIZE] * SIZE
+        ranks[0].send()
+        assert [rank.receive().get("sum") for rank in ranks] == [SIZE] * SIZE
 
 
 def test_network_cut_of_a_second_breaks_nothing_in_an_elastic_job(job: StartJob, hosts: Hosts) -> None:
@@ -235,9 +235,9 @@ def test_network_cut_of_a_second_breaks_nothing_in_an_elastic_job(job: StartJob,
 
     with job(trains_until_stopped, 1 + SIZE, hosts.pids, address, environ=environ) as processes:
         for process in processes:
-            assert process.hear() == {"ready": True}
+            assert process.receive() == {"ready": True}
         outage(hosts, OUTAGE)
         for process in processes[1:]:
-            process.tell()
-        assert [process.hear().get("generations") for process in processes[1:]] == [[[1, SIZE]]] * SIZE
-        processes[0].tell()
+            process.send()
+        assert [process.receive().get("generations") for process in processes[1:]] == [[[1, SIZE]]] * SIZE
+        processes[0].send()

@@ -323,7 +323,7 @@ def disagrees(here: Here, difference: str) -> None:
         assert eventually(lambda: GroupInternals(group).is_broken)
         group.barrier()
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 @pytest.mark.parametrize("difference", ["operation", "large count", "two roots", "trailing shape"])
@@ -331,7 +331,7 @@ def test_mismatch_between_processes_names_the_odd_rank_and_its_line(job: StartJo
     usual, odd, shown = DIFFERENCES[difference]
     with job(disagrees, 3, difference) as ranks:
         for rank in ranks:
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"]) == ("CollectiveMismatch", 1), report
             assert f"\n  rank 1: {shown} at {line(odd)}" in report["text"]
             assert f" at {line(usual)}\n" in report["text"]

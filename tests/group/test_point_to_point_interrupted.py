@@ -260,41 +260,41 @@ def sends_messages(here: Here, nbytes: int, pure: bool = False) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if group.rank == 0:
-            here.tell_when_waiting()
+            here.send_when_waiting()
             group.send(np.arange(nbytes // 8), dst=1)
         else:
-            here.hear()
+            here.receive()
             x = np.zeros(nbytes // 8, int)
             try:
                 group.recv(x, src=0, timeout=0.5)
             except gw.Timeout as error:
-                here.tell_error(error)
-            here.hear()
+                here.send_error(error)
+            here.receive()
             group.recv(x, src=0)
-            here.tell(whole=bool((x == np.arange(nbytes // 8)).all()))
+            here.send(whole=bool((x == np.arange(nbytes // 8)).all()))
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 def test_sender_stopped_for_a_while_loses_no_message_without_the_core(job: StartJob) -> None:
     """With the core, a process that stands still for this long would be lost."""
     with job(sends_messages, 2, WHOLE, True) as ranks:
-        assert ranks[0].hear()["waiting"]  # for the recv
+        assert ranks[0].receive()["waiting"]  # for the recv
         ranks[0].signal(signal.SIGSTOP)
-        ranks[1].tell()
-        assert ranks[1].hear()["error"] == "Timeout"
+        ranks[1].send()
+        assert ranks[1].receive()["error"] == "Timeout"
         ranks[0].signal(signal.SIGCONT)
-        ranks[1].tell()
-        assert ranks[1].hear() == {"whole": True}
+        ranks[1].send()
+        assert ranks[1].receive() == {"whole": True}
         assert [rank.ended() for rank in ranks] == [0, 0]
 
 
 def test_send_interrupted_by_ctrl_c_while_it_waits_raises_aborted_at_the_receiver(job: StartJob) -> None:
     with job(sends_messages, 2, WHOLE) as ranks:
-        assert ranks[0].hear()["waiting"]
+        assert ranks[0].receive()["waiting"]
         ranks[0].signal(signal.SIGINT)
         assert ranks[0].ended() != 0
-        ranks[1].tell()
-        report = ranks[1].hear()
+        ranks[1].send()
+        report = ranks[1].receive()
         assert (report["error"], report["culprit"]) == ("Aborted", 0), report
         assert report["text"].endswith("gave up: KeyboardInterrupt")

@@ -27,7 +27,7 @@ def sees_others(here: Here) -> None:
     group = gw.init()
     shared = parts_of(group).generation.shared
     assert shared is not None
-    here.tell(
+    here.send(
         able=[group.capabilities.transport, group.capabilities.registered],
         sharing=parts_of(group).generation.sharing,
         peers=sorted(shared.peers),
@@ -45,7 +45,7 @@ def sees_others(here: Here) -> None:
     group.barrier()
     with open("/proc/self/maps") as file:
         named = [line for line in file if "/dev/shm" in line]
-    here.tell(seen=seen, named=named, sum=int(group.all_reduce(x)[1]))
+    here.send(seen=seen, named=named, sum=int(group.all_reduce(x)[1]))
 
 
 def test_shm_group_ranks_of_a_host_can_read_each_others_arrays(job: StartJob) -> None:
@@ -53,8 +53,8 @@ def test_shm_group_ranks_of_a_host_can_read_each_others_arrays(job: StartJob) ->
         for rank in ranks:
             others = [peer for peer in range(3) if peer != rank.number]
             expected = {"able": ["shm", True], "sharing": [True] * 3, "peers": others, "watched": others, "calls": 0}
-            assert rank.hear() == expected
-            assert rank.hear() == {"seen": [peer + 1 for peer in others], "named": [], "sum": 6}
+            assert rank.receive() == expected
+            assert rank.receive() == {"seen": [peer + 1 for peer in others], "named": [], "sum": 6}
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
         assert [rank.output() for rank in ranks] == [""] * 3
 
@@ -65,11 +65,11 @@ def shares_with(here: Here, hosts: list[str], transports: list[str]) -> None:
     try:
         group = gw.init(transport=transports[rank])
     except gw.UnsupportedOp as error:
-        here.tell_error(error)
+        here.send_error(error)
         return
     shared = parts_of(group).generation.shared
     inner = group.subgroup([0, 1]) if rank < 2 else None
-    here.tell(
+    here.send(
         sharing=parts_of(group).generation.sharing,
         peers=sorted(shared.peers) if shared else None,
         transports=[one.capabilities.transport for one in (group, inner) if one],
@@ -80,9 +80,9 @@ def shares_with(here: Here, hosts: list[str], transports: list[str]) -> None:
 def test_shm_is_used_only_between_ranks_of_the_same_host(job: StartJob) -> None:
     with job(shares_with, 3, ["a", "a", "b"], ["auto"] * 3) as ranks:
         sharing = [True, True, False]
-        assert ranks[0].hear() == {"sharing": sharing, "peers": [1], "transports": ["tcp", "shm"], "sum": 3}
-        assert ranks[1].hear() == {"sharing": sharing, "peers": [0], "transports": ["tcp", "shm"], "sum": 3}
-        assert ranks[2].hear() == {"sharing": sharing, "peers": None, "transports": ["tcp"], "sum": 3}
+        assert ranks[0].receive() == {"sharing": sharing, "peers": [1], "transports": ["tcp", "shm"], "sum": 3}
+        assert ranks[1].receive() == {"sharing": sharing, "peers": [0], "transports": ["tcp", "shm"], "sum": 3}
+        assert ranks[2].receive() == {"sharing": sharing, "peers": None, "transports": ["tcp"], "sum": 3}
 
 
 @pytest.mark.parametrize(
@@ -93,21 +93,21 @@ def test_shm_is_not_used_across_hosts_or_if_a_rank_asks_for_tcp(
 ) -> None:
     with job(shares_with, 3, hosts, transports) as ranks:
         for rank in ranks:
-            said = rank.hear()
+            said = rank.receive()
             assert (said["sharing"], said["peers"], said["sum"]) == ([False] * 3, None, 3)
             assert set(said["transports"]) == {"tcp"}
 
 
 def test_init_with_transport_shm_on_one_host_shares_memory(job: StartJob) -> None:
     with job(shares_with, 3, ["a"] * 3, ["shm"] * 3) as ranks:
-        assert all(rank.hear()["sharing"] == [True] * 3 for rank in ranks)
+        assert all(rank.receive()["sharing"] == [True] * 3 for rank in ranks)
 
 
 @pytest.mark.parametrize("transports", [["shm"] * 3, ["auto", "shm", "tcp"]])
 def test_init_with_transport_shm_across_hosts_raises_on_all_ranks(job: StartJob, transports: list[str]) -> None:
     with job(shares_with, 3, ["a", "a", "b"], transports) as ranks:
         for rank in ranks:
-            said = rank.hear()
+            said = rank.receive()
             assert (said["error"], said["operation"]) == ("UnsupportedOp", "init")
             insists = transports.index("shm")
             assert re.match(rf"rank {insists} asks for transport 'shm', but ranks \[2\] cannot", said["text"])
@@ -129,8 +129,8 @@ def used() -> int:
 def allocates(here: Here) -> None:
     group = gw.init()
     group.barrier()
-    here.tell(ready=True)
-    here.hear()  # no rank allocates memory now
+    here.send(ready=True)
+    here.receive()  # no rank allocates memory now
     if group.rank == 0:
         before = used()
         x = group.empty((4, MIB), "uint8")
@@ -143,23 +143,23 @@ def allocates(here: Here) -> None:
         gc.collect()
         small = [group.empty(100, "bfloat16") for _ in range(1000)]
         aligned = all(one.ctypes.data % 64 == 0 for one in small)
-        here.tell(full=full, kept=kept, left=used() - before, aligned=aligned, none=group.empty((0, 3)).shape)
+        here.send(full=full, kept=kept, left=used() - before, aligned=aligned, none=group.empty((0, 3)).shape)
         last = group.empty(3)
         group.close()
         last[:] = 4  # its memory is usable
         after = group.empty(3)
         after[:] = 5
-        here.tell(last=last.tolist(), after=after.tolist())
-    here.hear()
+        here.send(last=last.tolist(), after=after.tolist())
+    here.receive()
 
 
 def test_empty_memory_of_freed_arrays_is_returned(job: StartJob) -> None:
     with job(allocates, 2) as ranks:
-        assert all(rank.hear()["ready"] for rank in ranks)
-        ranks[0].tell()
+        assert all(rank.receive()["ready"] for rank in ranks)
+        ranks[0].send()
         expected = {"full": 4 * MIB, "kept": 4 * MIB, "left": 0, "aligned": True, "none": [0, 3]}
-        assert ranks[0].hear() == expected
-        assert ranks[0].hear() == {"last": [4.0] * 3, "after": [5.0] * 3}
+        assert ranks[0].receive() == expected
+        assert ranks[0].receive() == {"last": [4.0] * 3, "after": [5.0] * 3}
 
 
 def keeps_links_in_a_hidden_child(here: Here, victim: int) -> None:
@@ -170,23 +170,23 @@ def keeps_links_in_a_hidden_child(here: Here, victim: int) -> None:
             libc.pause()
     x = np.ones(4)
     group.barrier()
-    here.tell(ready=True)
+    here.send(ready=True)
     try:
         while True:
             group.all_reduce(x, op="mean")  # here
     except gw.GradwireError as error:
-        here.tell_error(error)
-        here.hear()
+        here.send_error(error)
+        here.receive()
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_peer_lost_is_raised_although_a_child_of_the_dead_rank_holds_its_links(job: StartJob, victim: int) -> None:
     with job(keeps_links_in_a_hidden_child, 3, victim) as ranks:
-        assert all(rank.hear()["ready"] for rank in ranks)
+        assert all(rank.receive()["ready"] for rank in ranks)
         ranks[victim].signal()
         for rank in ranks:
             if rank.number != victim:
-                said = rank.hear()
+                said = rank.receive()
                 assert (said["error"], said["culprit"], said["operation"]) == ("PeerLost", victim, "all_reduce")
                 where = re.escape(place(keeps_links_in_a_hidden_child, "# here"))
                 died = rf"rank {victim} \(host \S+, pid {ranks[victim].pid}\) died( during all_reduce #\d+, {where})?"
@@ -208,12 +208,12 @@ def leaves_first(here: Here) -> None:
     shared = parts_of(group).generation.shared
     assert shared is not None
     shared.own.sweep()
-    here.tell(sum=x.sum().item(), kept=shared.own.retired)
+    here.send(sum=x.sum().item(), kept=shared.own.retired)
 
 
 def test_broadcast_by_a_rank_that_closed_the_subgroup_still_arrives(job: StartJob) -> None:
     with job(leaves_first, 2) as ranks:
-        assert [rank.hear() for rank in ranks] == [{"sum": 35000.0, "kept": 0}] * 2
+        assert [rank.receive() for rank in ranks] == [{"sum": 35000.0, "kept": 0}] * 2
 
 
 def forks_with_arrays(here: Here) -> None:
@@ -229,13 +229,13 @@ def forks_with_arrays(here: Here) -> None:
     status = os.waitpid(child, 0)[1]
     shared = parts_of(group).generation.shared
     assert shared is not None
-    here.tell(status=status, sum=x.sum().item(), offset=shared.own.offset_of(x.ctypes.data, x.nbytes))
+    here.send(status=status, sum=x.sum().item(), offset=shared.own.offset_of(x.ctypes.data, x.nbytes))
     group.barrier()
 
 
 def test_forked_child_does_not_change_the_shared_memory_of_its_parent(job: StartJob) -> None:
     with job(forks_with_arrays, 2) as ranks:
         for rank in ranks:
-            said = rank.hear()
+            said = rank.receive()
             assert (said["status"], said["sum"]) == (0, 1000.0 * (rank.number + 1))
             assert said["offset"] >= RESERVED

@@ -52,22 +52,22 @@ def joins(here: Here, timeout: float = 30.0, other_timeout: float | None = None)
     try:
         group = gw.init(timeout=timeout)
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
         return
     threads = sorted(thread.name for thread in threading.enumerate())
     total = group.all_reduce(1)
-    here.tell(rank=group.rank, size=group.size, sum=total, threads=threads)
-    here.hear()
+    here.send(rank=group.rank, size=group.size, sum=total, threads=threads)
+    here.receive()
 
 
 def test_init_with_four_variables_joins(job: StartJob, static: Callable[..., Environ]) -> None:
     with job(joins, 3, environ=static(3)) as ranks:
         for rank in ranks:
-            report = rank.hear()
+            report = rank.receive()
             assert (report["rank"], report["size"], report["sum"]) == (rank.number, 3, 3)
             listener = ["gradwire-closed"] if rank.number == 0 else []
             assert report["threads"] == sorted(["MainThread", "gradwire-accept", "gradwire-service", *listener])
-            rank.tell()
+            rank.send()
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
 
 
@@ -76,7 +76,7 @@ def test_init_with_other_names_of_this_machine_joins(job: StartJob, static: Call
     if host == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
     with job(joins, 2, environ=static(2, host=host)) as ranks:
-        assert [rank.hear()["sum"] for rank in ranks] == [2, 2]
+        assert [rank.receive()["sum"] for rank in ranks] == [2, 2]
 
 
 def test_init_uses_the_users_own_file_as_secret(job: StartJob, static: Callable[..., Environ], tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_init_uses_the_users_own_file_as_secret(job: StartJob, static: Callable[
         return {name: value for name, value in environ(number).items() if name != "GRADWIRE_TOKEN"}
 
     with job(joins, 2, environ=without_token) as ranks:
-        assert [rank.hear()["sum"] for rank in ranks] == [2, 2]
+        assert [rank.receive()["sum"] for rank in ranks] == [2, 2]
     [file] = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert file.stat().st_mode & 0o777 == 0o600
 
@@ -96,10 +96,10 @@ def test_init_at_a_busy_port_raises(job: StartJob, static: Callable[..., Environ
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         with job(joins, 2, 1.0, environ=static(2, port=port)) as ranks:
-            report = ranks[0].hear()
+            report = ranks[0].receive()
             assert report["error"] == "TransportError"
             assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in report["text"]
-            report = ranks[1].hear()
+            report = ranks[1].receive()
             assert report["error"] in ("NoConnection", "Refused")
             assert f"127.0.0.1:{port}" in report["text"]
 
@@ -108,10 +108,10 @@ def test_init_with_a_wrong_token_is_refused(job: StartJob, static: Callable[...,
     right = static(2)
     environs = [right(0), {**right(1), "GRADWIRE_TOKEN": "quite another token here"}]
     with job(joins, 2, 4.0, 30.0, environ=environs.__getitem__) as ranks:
-        report = ranks[1].hear()
+        report = ranks[1].receive()
         assert (report["error"], "does not hold this job's secret" in report["text"]) == ("Refused", True)
         assert "GRADWIRE_TOKEN" in report["text"]
-        report = ranks[0].hear()
+        report = ranks[0].receive()
         assert report["error"] == "Timeout"
         assert re.search(r"missing rank 1 of 2", report["text"])
         assert re.search(r"refused a call from 127\.0\.0\.1:\d+: .*does not hold this job's secret", ranks[0].output())
@@ -133,22 +133,22 @@ def test_init_process_that_does_not_fit_is_refused_and_harms_no_other(
     environs = [mine(0), mine(1), {**mine(2), **change}, mine(2)]  # the unfit process comes before the last rank
     with job(waits_and_joins, 4, environ=environs.__getitem__) as ranks:
         for number in (0, 1):
-            ranks[number].tell()
+            ranks[number].send()
         assert eventually(lambda: re.search("rank 1 .* has registered", ranks[0].output()) is not None)
-        ranks[2].tell()
-        report = ranks[2].hear()
+        ranks[2].send()
+        report = ranks[2].receive()
         assert report["error"] == "Refused", report
         assert re.search(message, report["text"]), report
         assert re.search(rf"refused rank \d .* at 127\.0\.0\.1:\d+: .*{message}", ranks[0].output())
-        ranks[3].tell()
-        assert [ranks[number].hear()["sum"] for number in (0, 1, 3)] == [3, 3, 3]
+        ranks[3].send()
+        assert [ranks[number].receive()["sum"] for number in (0, 1, 3)] == [3, 3, 3]
 
 
 def waits_and_joins(here: Here) -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    here.hear()
+    here.receive()
     joins(here)
 
 
@@ -156,28 +156,28 @@ def test_init_duplicate_rank_of_a_complete_job_is_refused(job: StartJob, static:
     """The coordinator of a complete job has stopped, but a late process is refused at once and does not wait."""
     environ = static(2)
     with job(joins, 2, environ=environ) as ranks:
-        assert [rank.hear()["sum"] for rank in ranks] == [2, 2]
+        assert [rank.receive()["sum"] for rank in ranks] == [2, 2]
         with job(joins, 1, environ=lambda _: environ(1)) as (late,):
-            report = late.hear()
+            report = late.receive()
             assert report["error"] == "Refused"
             assert re.search(r"rendezvous at 127\.0\.0\.1:\d+ is over: all 2 ranks .* have joined", report["text"])
         assert re.search(r"refused 127\.0\.0\.1:\d+: all 2 ranks of the job there have joined", ranks[0].output())
         with job(joins, 1, environ=lambda _: environ(0)) as (second,):
-            report = second.hear()
+            report = second.receive()
             assert report["error"] == "TransportError", "a second rank 0, or another job with this port"
             assert "Address already in use" in report["text"]
         for rank in ranks:
-            rank.tell()
+            rank.send()
         assert [rank.ended() for rank in ranks] == [0, 0]
         with job(joins, 2, environ=environ) as again:  # the port is free when the job is over
-            assert [rank.hear()["sum"] for rank in again] == [2, 2]
+            assert [rank.receive()["sum"] for rank in again] == [2, 2]
 
 
 def test_init_two_jobs_at_once_stay_separate(job: StartJob, static: Callable[..., Environ]) -> None:
     """The jobs have the same user, token and name. Only their addresses differ."""
     first, second = static(2, GRADWIRE_JOB="same"), static(3, GRADWIRE_JOB="same")
     with job(joins, 5, environ=lambda n: first(n) if n < 2 else second(n - 2)) as ranks:
-        assert [rank.hear()["sum"] for rank in ranks] == [2, 2, 3, 3, 3]
+        assert [rank.receive()["sum"] for rank in ranks] == [2, 2, 3, 3, 3]
 
 
 def dies_after_registering(here: Here, victim: int) -> None:
@@ -195,7 +195,7 @@ def test_init_does_not_wait_for_a_rank_that_registered_and_died(
         assert ranks[victim].ended() == 7
         for rank in ranks:
             if rank.number != victim:
-                report = rank.hear()
+                report = rank.receive()
                 assert report["error"] in ("NoConnection", "Aborted", "PeerLost"), report
                 assert f"rank {victim} " in report["text"], report
 
@@ -282,13 +282,13 @@ def inits_twice(here: Here) -> None:
     try:
         gw.init()
     except gw.ConfigError as error:
-        here.tell(error=str(error), first_call=f"{Path(__file__).name}:{first_call}", sum=group.all_reduce(1))
+        here.send(error=str(error), first_call=f"{Path(__file__).name}:{first_call}", sum=group.all_reduce(1))
 
 
 def test_init_twice_in_a_job_of_several_ranks_raises_and_the_group_stays_usable(job: StartJob) -> None:
     with job(inits_twice, 2) as ranks:
         for rank in ranks:
-            told = rank.hear()
+            told = rank.receive()
             assert f"this process is already initialised: gw.init() was called at {told['first_call']}" in told["error"]
             assert f"rank {rank.number} of 2" in told["error"]
             assert told["sum"] == 2
@@ -299,17 +299,17 @@ def test_init_twice_in_a_job_of_several_ranks_raises_and_the_group_stays_usable(
 
 def joins_among_many(here: Here) -> None:
     group = gw.init()
-    here.tell(sum=group.all_reduce(1))
-    here.hear()
+    here.send(sum=group.all_reduce(1))
+    here.receive()
 
 
 @pytest.mark.slow
 def test_init_thirty_two_processes_join(job: StartJob) -> None:
     with job(joins_among_many, 32) as ranks:
-        report = [rank.hear() for rank in ranks]
+        report = [rank.receive() for rank in ranks]
         assert {one["sum"] for one in report} == {32}
         for rank in ranks:
-            rank.tell()
+            rank.send()
 
 
 @pytest.fixture

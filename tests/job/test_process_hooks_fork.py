@@ -95,25 +95,25 @@ def forks(here: Here, when: str) -> None:
     child = os.fork()
     if child == 0:
         results = {"world": outcomes_of_calls(group), "inner": outcomes_of_calls(inner)}
-        here.tell(child=results, sockets=tcp_sockets())
+        here.send(child=results, sockets=tcp_sockets())
         sys.exit(0)  # exit handlers run in the child too
     _, status = os.waitpid(child, 0)
     if helper is not None:
         if group.rank != 0:
             helper.start()
         helper.join()
-    here.tell(status=status, before=before, after=tcp_sockets(), sum=group.all_reduce(1), inner=inner.all_reduce(1))
+    here.send(status=status, before=before, after=tcp_sockets(), sum=group.all_reduce(1), inner=inner.all_reduce(1))
 
 
 @pytest.mark.parametrize("when", ["idle", "during a call"])
 def test_forked_child_has_no_links_and_its_groups_are_closed(job: StartJob, when: str) -> None:
     with job(forks, 3, when) as ranks:
         for rank in ranks:
-            results = rank.hear()
+            results = rank.receive()
             assert results["child"] == {"world": INHERITED, "inner": INHERITED}
             assert results["sockets"] == 0
         for rank in ranks:
-            results = rank.hear()
+            results = rank.receive()
             assert (results["status"], results["sum"], results["inner"]) == (0, 3, 3)
             assert results["before"] == results["after"] > 6, "the parent must keep its sockets"
         assert [rank.ended() for rank in ranks] == [0, 0, 0]
@@ -130,13 +130,13 @@ def uses_pools(here: Here) -> None:
             batch = pool.map(abs, range(-4, 0))
             sums.append(group.all_reduce(sum(batch)))
             work.wait()
-    here.tell(sums=sums)
+    here.send(sums=sums)
 
 
 def test_pools_of_forked_processes_work_beside_collectives(job: StartJob) -> None:
     with job(uses_pools, 2) as ranks:
         for rank in ranks:
-            assert rank.hear()["sums"] == [20, 20, 20]
+            assert rank.receive()["sums"] == [20, 20, 20]
         assert [rank.ended() for rank in ranks] == [0, 0]
 
 
@@ -147,13 +147,13 @@ def starts_programs(here: Here) -> None:
     command = ["sh", "-c", "ls -l /proc/$$/fd >&2"]
     listing = subprocess.run(command, close_fds=False, stderr=subprocess.PIPE, text=True, check=True).stderr
     inherited = [line for line in listing.splitlines() if re.search(r"\b([3-9]|\d\d+) -> (socket|pipe|anon)", line)]
-    here.tell(inherited=inherited, sum=group.all_reduce(1))
+    here.send(inherited=inherited, sum=group.all_reduce(1))
 
 
 def test_started_programs_inherit_no_descriptors(job: StartJob) -> None:
     with job(starts_programs, 2) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"inherited": [], "sum": 2}
+            assert rank.receive() == {"inherited": [], "sum": 2}
 
 
 def test_fork_waits_until_a_new_socket_is_registered() -> None:

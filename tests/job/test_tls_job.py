@@ -47,27 +47,27 @@ def adds(here: Here) -> None:
     try:
         group = gw.init(timeout=30.0)
         able = [parts_of(group).generation.transport.encrypted, group.capabilities.native]
-        here.tell(sum=group.all_reduce(np.full(100_000, group.rank + 1.0)).sum(), able=able)
-        here.hear()
+        here.send(sum=group.all_reduce(np.full(100_000, group.rank + 1.0)).sum(), able=able)
+        here.receive()
         while True:
             group.all_reduce(np.ones(1000))
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 def test_tls_job_reduces_and_reports_a_frozen_rank_as_lost(job: StartJob) -> None:
     with job(adds, 3, environ=environ(3)) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"sum": 600_000.0, "able": [True, False]}
+            assert rank.receive() == {"sum": 600_000.0, "able": [True, False]}
         for rank in ranks:
-            rank.tell()
+            rank.send()
         ranks[1].signal(signal.SIGSTOP)
         for rank in (ranks[0], ranks[2]):
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"]) == ("PeerLost", 1)
             assert "silent" in report["text"]
         ranks[1].signal(signal.SIGCONT)
-        assert ranks[1].hear()["error"] == "Aborted"
+        assert ranks[1].receive()["error"] == "Aborted"
 
 
 def holds_the_interpreter(here: Here, seconds: float) -> None:
@@ -78,9 +78,9 @@ def holds_the_interpreter(here: Here, seconds: float) -> None:
         group.barrier()
         if group.rank == 1:
             ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-        here.tell(sum=group.all_reduce(1))
+        here.send(sum=group.all_reduce(1))
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 @pytest.mark.skipif(not native_core.available(), reason="without the core, silence counts after 10 s")
@@ -89,7 +89,7 @@ def test_tls_job_rank_whose_interpreter_is_blocked_beyond_its_tokens_is_not_lost
     with job(
         holds_the_interpreter, 2, 4.5, environ=lambda rank: {**secure(rank), "GRADWIRE_PEER_TIMEOUT": "1"}
     ) as ranks:
-        assert [rank.hear() for rank in ranks] == [{"sum": 2}] * 2
+        assert [rank.receive() for rank in ranks] == [{"sum": 2}] * 2
 
 
 def is_idle(here: Here, seconds: float) -> None:
@@ -97,9 +97,9 @@ def is_idle(here: Here, seconds: float) -> None:
         group = gw.init(timeout=30.0)
         group.barrier()
         time.sleep(seconds)  # meanwhile only heartbeats show that the ranks are alive
-        here.tell(sum=group.all_reduce(1))
+        here.send(sum=group.all_reduce(1))
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 def test_tls_job_ranks_with_and_without_the_core_accept_each_others_heartbeats(job: StartJob) -> None:
@@ -109,7 +109,7 @@ def test_tls_job_ranks_with_and_without_the_core_accept_each_others_heartbeats(j
         return {**secure(rank), "GRADWIRE_PEER_TIMEOUT": "0.5", native_core.PURE: "1" if rank == 1 else "0"}
 
     with job(is_idle, 3, 1.5, environ=of) as ranks:
-        assert [rank.hear() for rank in ranks] == [{"sum": 3}] * 3
+        assert [rank.receive() for rank in ranks] == [{"sum": 3}] * 3
 
 
 def test_tls_job_rank_without_a_certificate_is_refused_with_the_reason(job: StartJob) -> None:
@@ -120,6 +120,6 @@ def test_tls_job_rank_without_a_certificate_is_refused_with_the_reason(job: Star
         return {name: text for name, text in found.items() if "TLS" not in name} if rank else found
 
     with job(adds, 2, environ=of) as ranks:
-        report = ranks[1].hear()
+        report = ranks[1].receive()
         assert report["error"] in ("Refused", "NoConnection"), report
         assert "TLS" in report["text"], report

@@ -33,13 +33,13 @@ def train(here: Here, stop: str, until: int = 10**6) -> None:
                 state["w"] += 1
             if run.group.generation != seen:
                 seen = run.group.generation
-                here.tell(generation=seen, size=run.group.size, step=step.index)
+                here.send(generation=seen, size=run.group.size, step=step.index)
             if ending:
                 break
-        here.tell(done=int(state["w"][0]), committed=run.committed, generation=seen, fence=str(run.fence))
+        here.send(done=int(state["w"][0]), committed=run.committed, generation=seen, fence=str(run.fence))
         run.close()
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 def train_with_claims_of(here: Here, stop: str, protocol: int) -> None:
@@ -104,13 +104,13 @@ def job(zygote: Zygote, tmp_path: Path) -> Iterator[Job]:
 @pytest.fixture
 def trainers(job: Job) -> list[Rank]:
     members = [job.start(), job.start()]
-    assert [rank.hear()["generation"] for rank in members] == [1, 1]
+    assert [rank.receive()["generation"] for rank in members] == [1, 1]
     return members
 
 
 def finish(job: Job, members: list[Rank]) -> list[dict[str, Any]]:
     job.stop.touch()
-    return [rank.hear() for rank in members]
+    return [rank.receive() for rank in members]
 
 
 def test_worker_node_at_a_training_job_is_refused_and_the_job_continues(
@@ -142,7 +142,7 @@ def test_unfit_newcomer_is_refused_and_the_job_continues(
     job: Job,
     trainers: list[Rank],
 ) -> None:
-    report = job.start(body, *args, environ=environ).hear()
+    report = job.start(body, *args, environ=environ).receive()
     assert report["error"] == "Refused"
     assert message in report["text"]
     assert [end["generation"] for end in finish(job, trainers)] == [1, 1]
@@ -152,7 +152,7 @@ def test_newcomer_that_fails_in_set_up_is_blamed_and_the_others_regroup_without_
     job: Job, trainers: list[Rank]
 ) -> None:
     job.start(train_with_another_set_up)
-    report = [rank.hear() for rank in trainers]
+    report = [rank.receive() for rank in trainers]
     assert all(one["size"] == 2 and one["generation"] >= 3 for one in report), report
     ends = finish(job, trainers)
     assert all("done" in end for end in ends), ends
@@ -165,9 +165,9 @@ def test_members_of_an_old_run_are_refused_by_a_new_run(job: Job, trainers: list
     job.coordinator.stop()
     job.coordinator = job.coordinate(host, int(port))
     newcomers = [job.start(), job.start()]
-    assert [rank.hear()["generation"] for rank in newcomers] == [1, 1]
+    assert [rank.receive()["generation"] for rank in newcomers] == [1, 1]
     trainers[0].signal()
-    refused = trainers[1].hear()
+    refused = trainers[1].receive()
     assert refused["error"] == "OtherRun", refused
     assert "is a member of run" in refused["text"]
     assert "Restart this worker" in refused["text"]

@@ -32,7 +32,7 @@ class FakeHeartbeats:
     """Records what a setup reports, and sends it the news of a coordinator."""
 
     def __init__(self, on_news: Callable[[News], None]) -> None:
-        self.tell = on_news
+        self.send = on_news
         self.watched: list[str] = []
         self.ended: list[str] = []
         self.stopped: list[str] = []
@@ -195,10 +195,10 @@ def test_error_without_a_recovery_fails_the_job(tmp_path: Path, ready: Ready) ->
     for regrouped in (False, True):
         job = Elastic(written(tmp_path, code), 2)
         with job.supervisor:
-            job.heartbeats.tell(News(1, 0, (), None))
+            job.heartbeats.send(News(1, 0, (), None))
             with ready.told(2):
                 assert eventually(lambda job=job: "1 worker continues" in job.err.getvalue())  # type: ignore[misc]
-                job.heartbeats.tell(News(1 + regrouped, 0, (), None))
+                job.heartbeats.send(News(1 + regrouped, 0, (), None))
             ended = job.ended()
         assert ended.outcome.exit_code == (0 if regrouped else 1)
         assert ended.err.endswith("OSError: disk full\n"), "a worker's own error is shown when it ends"
@@ -216,7 +216,7 @@ def test_job_whose_workers_are_all_refused_as_too_late_without_any_work_has_fail
     job = Elastic(written(tmp_path, FINISHED), 2, restarts=2)
     with job.supervisor:
         if news is not None:
-            job.heartbeats.tell(news)
+            job.heartbeats.send(news)
         ended = job.ended()
     assert len(ended.outcome.endings) == 2
     assert ended.outcome.exit_code == 1
@@ -227,7 +227,7 @@ def test_job_whose_workers_are_all_refused_as_too_late_without_any_work_has_fail
 def test_workers_that_join_a_finished_job_have_not_failed(tmp_path: Path) -> None:
     job = Elastic(written(tmp_path, FINISHED), 2)
     with job.supervisor:
-        job.heartbeats.tell(News(3, 0, (), None, finished=True))
+        job.heartbeats.send(News(3, 0, (), None, finished=True))
         ended = job.ended()
     assert (ended.outcome.exit_code, ended.outcome.root) == (0, None)
 
@@ -275,7 +275,7 @@ def test_workers_receive_news_and_cuts(tmp_path: Path, ready: Ready) -> None:
     with job.supervisor:
         with ready.told(2):
             assert eventually(lambda: "cut the links between worker 0 and worker 1" in job.err.getvalue())
-            job.heartbeats.tell(News(4, 1, ("box/1",), None))
+            job.heartbeats.send(News(4, 1, ("box/1",), None))
         ended = job.ended()
     assert sorted(ended.out.splitlines()) == ["[0] 4 1 () box/1", "[1] 4 1 ('box/1',) box/0"]
 
@@ -287,11 +287,11 @@ def test_frozen_worker_is_replaced_after_a_generation_without_it(
     code = f"{NUMBER}{ready.code}say(b'ready\\n')\nready.recv(1)\n"
     job = Elastic(written(tmp_path, code), 2, restarts=1)
     with job.supervisor:
-        job.heartbeats.tell(News(1, 0, (), None))
+        job.heartbeats.send(News(1, 0, (), None))
         with ready.told(2):
             os.kill(job.pids()[0], signal.SIGSTOP)
             assert eventually(lambda: job.heartbeats.stopped == ["box/0"])  # its heartbeats stop
-            job.heartbeats.tell(News(2, 0, (), None))
+            job.heartbeats.send(News(2, 0, (), None))
             with ready.told(1):
                 pass
         ended = job.ended()

@@ -26,8 +26,8 @@ class Nemesis:
     is frozen or cut off.
     """
 
-    def __init__(self, job: Job, front: Progress, faults: Sequence[Fault], tell: Callable[[str], None]) -> None:
-        self._job, self._front, self._tell = job, front, tell
+    def __init__(self, job: Job, front: Progress, faults: Sequence[Fault], write_log: Callable[[str], None]) -> None:
+        self._job, self._front, self._write_log = job, front, write_log
         self._coming = collections.deque(faults)
         self._began = time.monotonic()
         self._undoing: list[tuple[float, Undo]] = []
@@ -85,7 +85,7 @@ class Nemesis:
             self.skipped[fault.kind] += 1
             return
         self.done[fault.kind] += 1
-        self._tell(f"{self.elapsed:.1f} s (step {self._front.step} of run {self._front.run}): {fault}")
+        self._write_log(f"{self.elapsed:.1f} s (step {self._front.step} of run {self._front.run}): {fault}")
         self._undoing.append((self.elapsed + fault.seconds, undo))
 
     def _undo(self, now: float) -> None:

@@ -37,12 +37,12 @@ CUTS_OF_ONE_MACHINE = "cut random @4s every 5s for 1500ms"
 def test_elastic_training_under_a_nemesis_keeps_one_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seed = int(SEED) if SEED else random.randrange(10**6)
 
-    def tell(line: str) -> None:
+    def write_log(line: str) -> None:
         with (tmp_path / "nemesis.log").open("a") as log:
             log.write(f"{line}\n")
 
     def report(line: str) -> None:
-        tell(line)
+        write_log(line)
         with capsys.disabled():
             print(f"nemesis: {line}", flush=True)
 
@@ -57,7 +57,7 @@ def test_elastic_training_under_a_nemesis_keeps_one_history(tmp_path: Path, caps
         for machine in range(MACHINES):
             job.start_launcher(machine)
         try:
-            nemesis = train(job, seed, tell, report)
+            nemesis = train(job, seed, write_log, report)
         except Exception as error:
             error.add_note("\n".join(broken_promises(read(job.records))) or "the history is sound so far")
             raise
@@ -71,10 +71,10 @@ def test_elastic_training_under_a_nemesis_keeps_one_history(tmp_path: Path, caps
     assert job.left() == []
 
 
-def train(job: Job, seed: int, tell: Callable[[str], None], report: Callable[[str], None]) -> Nemesis:
+def train(job: Job, seed: int, write_log: Callable[[str], None], report: Callable[[str], None]) -> Nemesis:
     front = Progress(job.records)
     assert eventually(lambda: front.update().step >= 0), "no step was committed"
-    nemesis = Nemesis(job, front, plan(seed, SECONDS), tell)
+    nemesis = Nemesis(job, front, plan(seed, SECONDS), write_log)
     while nemesis.elapsed < SECONDS:
         nemesis.run(min(SECONDS, nemesis.elapsed + REPORT_EVERY))
         front.update()

@@ -29,7 +29,7 @@ def environ_of(size: int) -> Callable[[int], dict[str, str]]:
 def run(job: StartJob, body: Callable[..., None], size: int, place: Path) -> list[dict[str, Any]]:
     """Run a job, assert that each rank exits with 0, and return the first report of each rank."""
     with job(body, size, str(place / "store"), environ=environ_of(size)) as ranks:
-        reports = [rank.hear() for rank in ranks]
+        reports = [rank.receive() for rank in ranks]
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
     return reports

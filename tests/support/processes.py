@@ -8,11 +8,11 @@ threads of all running ranks to the error.
 
     def reduces(here: Here) -> None:                      # runs in the rank
         group = gw.init()
-        here.tell(sum=group.all_reduce(group.rank))
+        here.send(sum=group.all_reduce(group.rank))
 
     def test_sum(job: StartJob) -> None:
         with job(reduces, 3) as ranks:
-            assert [rank.hear()["sum"] for rank in ranks] == [3, 3, 3]
+            assert [rank.receive()["sum"] for rank in ranks] == [3, 3, 3]
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ class Here:
     def __init__(self, line: socket.socket) -> None:
         self._line = line
 
-    def tell(self, **facts: Any) -> None:
+    def send(self, **facts: Any) -> None:
         """Send facts to the test."""
         self._line.send(json.dumps(facts).encode())
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Wait for the next message of the test."""
         data = self._line.recv(LARGEST)
         if not data:  # the test is over
             os._exit(1)
         return json.loads(data)
 
-    def tell_error(self, error: BaseException, **facts: Any) -> None:
+    def send_error(self, error: BaseException, **facts: Any) -> None:
         """Send an error to the test: its type, text, attributes and the time."""
         known = {name: getattr(error, name, None) for name in ("culprit", "operation", "generation", "seconds", "peer")}
-        self.tell(error=type(error).__name__, text=str(error), at=time.monotonic(), **known, **facts)
+        self.send(error=type(error).__name__, text=str(error), at=time.monotonic(), **known, **facts)
 
-    def tell_when_waiting(self) -> None:
+    def send_when_waiting(self) -> None:
         """Send `waiting=True`, from another thread, as soon as this thread waits inside gradwire."""
         watched = threading.get_ident()
 
@@ -83,7 +83,7 @@ class Here:
                 time.sleep(0.01)
                 now = stack()
                 seen = [*seen, now] if now == seen[0] and "/gradwire/" in str(now) else [now]
-            self.tell(waiting=True)
+            self.send(waiting=True)
 
         threading.Thread(target=watch, daemon=True).start()
 
@@ -98,7 +98,7 @@ class Rank:
         self._line = line
         self._output = output
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Wait for the next message of the rank."""
         data = self._line.recv(LARGEST)
         if not data:
@@ -110,7 +110,7 @@ class Rank:
         """Whether no message of the rank is waiting to be read."""
         return not select.select([self._line], [], [], 0)[0]
 
-    def tell(self, word: Any = None) -> None:
+    def send(self, word: Any = None) -> None:
         """Send a message to the rank."""
         self._line.send(json.dumps(word).encode())
 

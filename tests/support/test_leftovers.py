@@ -98,7 +98,7 @@ def test_run_ranks_raises_the_first_failure_and_aborts() -> None:
 
 
 def waits_for_nothing(here: Here) -> None:
-    here.tell(waiting=True)
+    here.send(waiting=True)
     threading.Event().wait()
 
 
@@ -106,7 +106,7 @@ def waits_for_nothing(here: Here) -> None:
 def test_start_job_failed_test_shows_the_stacks_of_ranks_that_still_run(job: StartJob, stopped: bool) -> None:
     with pytest.raises(ZeroDivisionError) as caught, job(waits_for_nothing, 2, environ={}) as ranks:
         for rank in ranks:
-            assert rank.hear() == {"waiting": True}
+            assert rank.receive() == {"waiting": True}
         if stopped:
             ranks[0].signal(signal.SIGSTOP)
         1 / 0

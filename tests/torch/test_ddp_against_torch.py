@@ -56,13 +56,13 @@ def trains_both_ways(here: Here, folder: str) -> None:
             far = max(float((found[name] - one).abs().max()) for name, one in expected.items())
             bits = xxhash.xxh3_64_hexdigest(b"".join(one.numpy().tobytes() for one in found.values()))
             results[algorithm] = [far, bits]
-    here.tell(**results)
+    here.send(**results)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ddp_weights_equal_those_of_torch_ddp_on_gloo(size: int, job: StartJob, tmp_path: Path) -> None:
     with job(trains_both_ways, size, str(tmp_path)) as ranks:
-        reports = [rank.hear() for rank in ranks]
+        reports = [rank.receive() for rank in ranks]
         assert [rank.ended() for rank in ranks] == [0] * size
     for algorithm in ALGORITHMS:
         assert max(rank[algorithm][0] for rank in reports) <= 1e-6, algorithm

@@ -49,12 +49,12 @@ def trains_compiled(here: Here) -> None:
             for seed in range(3):
                 model.zero_grad()
                 step(model, seed, group.rank)
-            here.tell(gradients=torch.cat([one.grad.flatten() for one in model.parameters()]).tolist())
+            here.send(gradients=torch.cat([one.grad.flatten() for one in model.parameters()]).tolist())
 
 
 def test_ddp_compiled_in_processes_gives_the_uncompiled_gradients(job: StartJob) -> None:
     with job(trains_compiled, 2) as ranks:
-        plain, compiled = ([rank.hear()["gradients"] for rank in ranks] for _ in range(2))
+        plain, compiled = ([rank.receive()["gradients"] for rank in ranks] for _ in range(2))
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
     assert plain[0] == plain[1]

@@ -88,7 +88,7 @@ def digests(group: gw.Group) -> list[str]:
 def trains(here: Here) -> None:
     torch.set_num_threads(1)
     with gw.init() as group:
-        here.tell(digests=digests(group))
+        here.send(digests=digests(group))
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_ddp_compression_processes_hold_the_weights_of_threads(job: StartJob) ->
     expected = run_group(4, digests)[0]
     assert len(set(expected)) == len(NAMES)
     with job(trains, 4) as ranks:
-        assert [rank.hear()["digests"] for rank in ranks] == [expected] * 4
+        assert [rank.receive()["digests"] for rank in ranks] == [expected] * 4
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
 

@@ -123,9 +123,9 @@ def overlaps(here: Here) -> None:
                 sync.ready(name)
             sync.finish()
             wrong += sum(not (one == step + 0.5).all() for one in sync.gradients.values())
-        here.tell(wrong=wrong, buckets=len(sync.layout))
+        here.send(wrong=wrong, buckets=len(sync.layout))
 
 
 def test_gradient_sync_between_processes_overlaps_with_correct_means(job: StartJob) -> None:
     with job(overlaps, 2) as ranks:
-        assert [rank.hear() for rank in ranks] == [{"wrong": 0, "buckets": 7}] * 2
+        assert [rank.receive() for rank in ranks] == [{"wrong": 0, "buckets": 7}] * 2

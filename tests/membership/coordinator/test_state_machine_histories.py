@@ -126,7 +126,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(names=names_of)
     def beat(self, names: set[str]) -> None:
-        self.hear(names)
+        self.renew_leases(names)
         self.event(0.0)
         self.state.heartbeat(sorted(names), self.now)
 
@@ -163,7 +163,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.now += seconds
         self.counted += min(seconds, LONGEST_STEP)
 
-    def hear(self, names: Iterable[str]) -> None:
+    def renew_leases(self, names: Iterable[str]) -> None:
         self.heard.update(dict.fromkeys(names, self.counted))
 
     def ask(self, process: Process, lost: Iterable[str]) -> None:
@@ -200,7 +200,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.reports.add((claim.generation, name))  # the sender may be the one that cannot reach others
         outcome = self.state.register(claim, self.now)
         if not isinstance(outcome, Refusal):
-            self.hear([name])
+            self.renew_leases([name])
         self.check_changes()
         return outcome
 
@@ -229,7 +229,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.generations[number] = members
         for name in members:
             self.causes[name].clear()
-        self.hear(members)
+        self.renew_leases(members)
 
     def check_removed(self, change: Change) -> None:
         name, kind = change.member or "", change.kind
@@ -276,7 +276,7 @@ class AnyHistory(RuleBasedStateMachine):
         if process.claim is not None:
             self.ask(process, ())
             return
-        self.hear([process.name])
+        self.renew_leases([process.name])
         self.event(0.0)
         news = self.state.heartbeat([process.name], self.now)
         self.check_changes()

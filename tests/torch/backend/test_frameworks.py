@@ -233,7 +233,7 @@ def outcomes(here: Here, backend: str, place: str) -> None:
     rank, _ = meet(f"{folder}/store", backend, MINUTES)
     for name, body in EVERY.items():
         torch.save(body(folder / name), folder / f"{name}-{rank}.pt")
-        here.tell(done=name)
+        here.send(done=name)
         dist.barrier()
     dist.destroy_process_group()
 
@@ -249,7 +249,7 @@ def test_backend_frameworks_give_the_results_of_gloo(job: StartJob, tmp_path: Pa
 
         with job(outcomes, size, backend, str(folder), environ=environ) as ranks:
             for rank in ranks:
-                while (report := rank.hear())["done"] != list(EVERY)[-1]:
+                while (report := rank.receive())["done"] != list(EVERY)[-1]:
                     assert report["done"] in EVERY
             for rank in ranks:
                 assert rank.ended() == 0, rank.output()

@@ -108,13 +108,13 @@ def hooked(here: Here, file: str) -> None:
         }
         assert torch.allclose(ours, theirs, rtol=0, atol=tolerance), (name, results[name])
     dist.destroy_process_group()
-    here.tell(**results)
+    here.send(**results)
 
 
 @pytest.mark.slow
 def test_ddp_compression_hooks_give_the_results_of_gloo(job: StartJob, tmp_path: Path) -> None:
     with job(hooked, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
-        reports = [rank.hear() for rank in ranks]
+        reports = [rank.receive() for rank in ranks]
         for rank in ranks:
             assert rank.ended() == 0, rank.output()
     for name, (_, _, tolerance, times) in HOOKS.items():
@@ -145,14 +145,14 @@ def dies_between(here: Here, file: str) -> None:
         for backwards in range(4):  # noqa: B007 — read by the hook
             net(torch.ones(2, 64)).sum().backward()
     except Exception as error:
-        here.tell_error(error)
+        here.send_error(error)
     dist.destroy_process_group()
 
 
 def test_ddp_hook_rank_killed_between_two_calls_raises_peer_lost_on_the_others(job: StartJob, tmp_path: Path) -> None:
     with job(dies_between, SIZE, str(tmp_path / "store"), environ=environ) as ranks:
         for rank in (ranks[0], ranks[2]):
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"]) == ("PeerLost", 1), report["text"]
             assert rank.ended() == 0, rank.output()
         assert ranks[1].ended() == -SIGKILL

@@ -66,19 +66,19 @@ def trains(here: Here, store: str) -> Any:
         x, y = batch(seed, group.rank)
         loss(model(x), y).backward()
         optimizer.step()
-    here.tell(
+    here.send(
         hosts=[list(ranks) for ranks in group.topology.hosts],
         encrypted=parts_of(group).generation.transport.encrypted,
         weights=torch.cat([one.detach().flatten() for one in model.parameters()]).tolist(),
     )
-    here.hear()  # do not leave while other ranks train
+    here.receive()  # do not leave while other ranks train
     return model
 
 
 def trained(job: StartJob, store: Path, environ: Environ) -> dict[str, Any]:
     """Run the training, check that all ranks report the same result, and return it."""
     with job(trains, SIZE, f"file://{store}", environ=environ) as ranks:
-        reports = [rank.hear() for rank in ranks]
+        reports = [rank.receive() for rank in ranks]
     assert all(one == reports[0] for one in reports)
     return reports[0]
 
@@ -103,7 +103,7 @@ def fails(here: Here, store: str) -> None:
     try:
         join(store)
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 TLS = {"GRADWIRE_TLS_CA": "ca.pem", "GRADWIRE_TLS_CERT": "m0.pem", "GRADWIRE_TLS_KEY": "m0.key"}
@@ -127,7 +127,7 @@ def test_backend_hosts_with_missing_settings_raise_an_error_that_names_them(
     environ = on_hosts(2, **given | certificates)
     with job(fails, SIZE, f"file://{tmp_path / 'store'}", environ=environ) as ranks:
         for rank in ranks:
-            report = rank.hear()
+            report = rank.receive()
             assert report["error"] == error
             assert missing in report["text"]
 
@@ -142,7 +142,7 @@ def trains_until_one_is_lost(here: Here, networks: list[int]) -> None:
         while True:
             model(batch(0, dist.get_rank())[0]).sum().backward()
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
     dist.destroy_process_group()
 
 
@@ -169,13 +169,13 @@ def test_backend_two_networks_train_to_the_weights_of_one_host(
 ) -> None:
     environ = secured(hosts) if encrypted else with_token(hosts, GRADWIRE_INSECURE="1")
     with job(trains_until_one_is_lost, SIZE, hosts.pids, environ=environ) as ranks:
-        reports = [rank.hear() for rank in ranks]
+        reports = [rank.receive() for rank in ranks]
         assert all(one == reports[0] for one in reports)
         assert reports[0]["hosts"] == [[0, 1], [2, 3]]
         assert reports[0]["encrypted"] == encrypted
         assert_equal_weights(reports[0], trained(job, tmp_path / "store", on_hosts(1)))
         for rank in ranks:
-            rank.tell()
+            rank.send()
         _lose(ranks, 3)
 
 
@@ -184,6 +184,6 @@ def _lose(ranks: list[Rank], number: int) -> None:
     ranks[number].signal()
     for rank in ranks:
         if rank.number != number:
-            report = rank.hear()
+            report = rank.receive()
             assert (report["error"], report["culprit"]) == ("PeerLost", number), report["text"]
             assert rank.ended() == 0, rank.output()

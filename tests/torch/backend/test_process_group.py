@@ -44,7 +44,7 @@ def uses_ops_beyond_gloo(here: Here, file: str) -> None:
     group = dist.group.WORLD
     coalesced = [torch.full((3,), float(rank)), torch.full((2, 2), rank)]
     group.allreduce_coalesced(coalesced).wait()
-    here.tell(
+    here.send(
         mean=mean.tolist(),
         whole=whole.tolist(),
         scaled=scaled.tolist(),
@@ -73,7 +73,7 @@ def fails_to_init(here: Here, file: str) -> None:
     try:
         meet(file)
     except gw.GradwireError as error:
-        here.tell_error(error)
+        here.send_error(error)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -86,7 +86,7 @@ def test_init_process_group_transport_not_built_raises_unsupported_op(job: Start
         environ=lambda rank: environ(rank) | {"GRADWIRE_TRANSPORT": "grpc"},
     ) as ranks:
         for rank in ranks:
-            report = rank.hear()
+            report = rank.receive()
             assert report["error"] == "UnsupportedOp"
             assert "'grpc' (from GRADWIRE_TRANSPORT) is not available yet: use 'auto', 'shm', 'tcp'" in report["text"]
 
@@ -125,7 +125,7 @@ def groups(here: Here, file: str) -> None:
     try:
         world.allreduce([torch.ones(1)]).wait()
     except gw.Closed:
-        here.tell(sums=sums, turned=[int(one) for one in outs], again=int(again), backend=backend, named=bool(name))
+        here.send(sums=sums, turned=[int(one) for one in outs], again=int(again), backend=backend, named=bool(name))
 
 
 def test_new_group_subgroups_and_a_second_init_process_group_work(job: StartJob, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def messages(here: Here, file: str) -> None:
     ]
     for one in dist.batch_isend_irecv(batch):
         one.wait()
-    here.tell(first=first, second=second[0].item(), source=source, batch=theirs[0].item())
+    here.send(first=first, second=second[0].item(), source=source, batch=theirs[0].item())
     dist.barrier()
     dist.destroy_process_group()
 
@@ -203,7 +203,7 @@ def calls_unusually(here: Here, file: str) -> None:
     loaded = torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
     total = sum(one for batch in loaded for one in batch)
     dist.all_reduce(total)
-    here.tell(gathered=gathered.tolist(), refused=refused, total=float(total))
+    here.send(gathered=gathered.tolist(), refused=refused, total=float(total))
     world = dist.group.WORLD
     dist.barrier()
     world.abort()
@@ -211,19 +211,19 @@ def calls_unusually(here: Here, file: str) -> None:
     try:
         dist.barrier()
     except (gw.Aborted, gw.PeerLost) as error:
-        here.tell_error(error)
+        here.send_error(error)
     dist.destroy_process_group()
 
 
 def test_backend_unusual_tensors_forked_loaders_and_a_second_abort_are_handled(job: StartJob, tmp_path: Path) -> None:
     with job(calls_unusually, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         for rank in ranks:
-            report = rank.hear()
+            report = rank.receive()
             assert report["gathered"] == [0.0, 0.0, 2.0, 2.0]
             assert report["refused"] == ["ArrayError", "ArrayError", "ConfigError"]
             assert report["total"] == 2 * sum(range(8))
         for rank in ranks:
-            assert rank.hear()["error"] in ("Aborted", "PeerLost")
+            assert rank.receive()["error"] in ("Aborted", "PeerLost")
             assert rank.ended() == 0, rank.output()
 
 
@@ -236,28 +236,28 @@ def train(here: Here, file: str) -> None:
     try:
         for step in range(1_000_000):
             if step == 3:
-                here.tell(training=True)
+                here.send(training=True)
             model(torch.randn(8, 64)).sum().backward()
             model.zero_grad()
     except gw.PeerLost as error:
-        here.tell_error(error)
+        here.send_error(error)
     try:
         dist.all_reduce(torch.ones(1))
     except ConnectionError as error:
-        here.tell_error(error)
+        here.send_error(error)
     dist.destroy_process_group()
 
 
 def test_torch_ddp_killed_rank_raises_peer_lost_on_the_others(job: StartJob, tmp_path: Path) -> None:
     with job(train, 3, str(tmp_path / "store"), environ=environ_of(3)) as ranks:
         for rank in ranks:
-            assert rank.hear()["training"]
+            assert rank.receive()["training"]
         ranks[1].signal()
         for rank in (ranks[0], ranks[2]):
-            report = rank.hear()
+            report = rank.receive()
             assert report["error"] == "PeerLost", report
             assert report["culprit"] == 1
-            assert rank.hear()["error"] == "PeerLost"
+            assert rank.receive()["error"] == "PeerLost"
             assert rank.ended() == 0, rank.output()
 
 
@@ -275,19 +275,19 @@ def misses_a_call(here: Here, file: str) -> None:
         assert work.is_completed()
         assert not work.is_success()
         assert work.exception() is error
-        here.tell(error=str(error))
-        here.hear()
+        here.send(error=str(error))
+        here.receive()
     else:
-        here.tell(error="none")
-        here.hear()
+        here.send(error="none")
+        here.receive()
     dist.destroy_process_group()
 
 
 def test_new_group_timeout_raises_gradwire_timeout(job: StartJob, tmp_path: Path) -> None:
     with job(misses_a_call, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
-        assert "0.2 s" in ranks[0].hear()["error"]
+        assert "0.2 s" in ranks[0].receive()["error"]
         for rank in ranks:
-            rank.tell()
+            rank.send()
             assert rank.ended() == 0, rank.output()
 
 

@@ -52,7 +52,7 @@ def uses_wrong_sizes(here: Here, file: str) -> None:
     dist.all_reduce(mean, ReduceOp.AVG)
     outputs = [torch.zeros(2) for _ in range(2)] if rank == 0 else None
     gathered = dist.gather(torch.full((2,), float(rank)), outputs, async_op=True).get_future().wait()
-    here.tell(
+    here.send(
         refused=[reason.partition(":")[0] for reason in refused],
         untouched=not output.any(),
         mean=mean.tolist(),
@@ -75,7 +75,7 @@ def sparse_shapes(here: Here, file: str) -> None:
     rank, _ = meet(file)
     size, at = ((4, 3), (6_000_000, 5_000_000))[rank]
     x = torch.sparse_coo_tensor(torch.tensor([[at]]), torch.ones(1), (size,))
-    here.tell(refused=error_of(lambda: dist.all_reduce(x)))
+    here.send(refused=error_of(lambda: dist.all_reduce(x)))
 
 
 def test_all_reduce_sparse_tensors_of_different_shapes_raises_mismatch(job: StartJob, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_all_reduce_sparse_tensors_of_different_shapes_raises_mismatch(job: Star
 def makes_different_calls(here: Here, file: str) -> None:
     rank, size = meet(file)
     x = torch.ones((2 + rank) * size)
-    here.tell(refused=error_of(lambda: dist.reduce_scatter_tensor(torch.zeros(2 + rank), x)))
+    here.send(refused=error_of(lambda: dist.reduce_scatter_tensor(torch.zeros(2 + rank), x)))
 
 
 def test_backend_mismatch_names_the_calling_lines_of_both_ranks(job: StartJob, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def overlaps(here: Here, file: str) -> None:
             dist.all_gather_into_tensor(whole, part)
             everyones = torch.cat([torch.arange(float(n)) + other for other in range(size)])
             wrong += [] if torch.equal(whole, everyones) else [f"all_gather {n} at {at}"]
-    here.tell(wrong=wrong)
+    here.send(wrong=wrong)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -146,7 +146,7 @@ def sends_many_messages(here: Here, file: str) -> None:
         right += bool((x == peer).all())
     for one in sent:
         one.wait()
-    here.tell(right=right, threads=threads)
+    here.send(right=right, threads=threads)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -164,10 +164,10 @@ def waits_with_a_timeout(here: Here, file: str) -> None:
         sent, asked = dist.isend(torch.ones(LONG), 1), dist.irecv(torch.ones(1), 1)
         asked.get_future()  # a background thread waits for it
         limit = timedelta(seconds=0.2)
-        here.tell(refused=[error_of(lambda: sent.wait(limit)), error_of(lambda: asked.wait(limit))])
+        here.send(refused=[error_of(lambda: sent.wait(limit)), error_of(lambda: asked.wait(limit))])
     else:
-        here.tell(refused=["Timeout", "Timeout"])
-    here.hear()
+        here.send(refused=["Timeout", "Timeout"])
+    here.receive()
     dist.destroy_process_group()
 
 
@@ -177,11 +177,11 @@ def waits_in_a_callback(here: Here, file: str) -> None:
         first, second = (dist.isend(torch.ones(LONG), 1, tag=tag) for tag in (1, 2))
         waited = first.get_future().then(lambda _: second.wait())
         waited.wait()
-        here.tell(completed=True)
+        here.send(completed=True)
     else:
         for tag in (1, 2):
             dist.recv(torch.zeros(LONG), 0, tag=tag)
-        here.tell(completed=True)
+        here.send(completed=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -193,7 +193,7 @@ def test_isend_callback_that_waits_for_another_message_does_not_deadlock(job: St
 def test_message_wait_with_a_timeout_raises_timeout(job: StartJob, tmp_path: Path) -> None:
     with job(waits_with_a_timeout, 2, str(tmp_path / "store"), environ=environ_of(2)) as ranks:
         for rank in ranks:
-            assert [reason.partition(":")[0] for reason in rank.hear()["refused"]] == ["Timeout"] * 2
+            assert [reason.partition(":")[0] for reason in rank.receive()["refused"]] == ["Timeout"] * 2
         for rank in ranks:
-            rank.tell()
+            rank.send()
             assert rank.ended() == 0, rank.output()
