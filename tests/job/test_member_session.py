@@ -81,7 +81,7 @@ def test_member_session_reports_a_member_that_was_silent_during_set_up_as_lost(
 ) -> None:
     harness = Harness(monkeypatch, ending, numbers=iter((1, 2)))
     harness.join_next(1e9)
-    assert [(one["generation"], one["lost"], one["stranger"]) for one in harness.claims] == [
+    assert [(one["generation"], one["lost"], one["lacks_state"]) for one in harness.claims] == [
         (0, (), False),
         (1, lost, False),
     ]
@@ -93,7 +93,7 @@ def test_member_session_after_a_failed_join_registers_as_lacking_state(
 ) -> None:
     harness = Harness(monkeypatch, silent(), silent(), numbers=iter((3, 4, 5)))
     assert harness.join_next(1e9).joined
-    assert [one["stranger"] for one in harness.claims] == [False, True, True]
+    assert [one["lacks_state"] for one in harness.claims] == [False, True, True]
 
 
 def test_member_session_set_up_of_an_elastic_job_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

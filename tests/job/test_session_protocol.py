@@ -51,8 +51,8 @@ def test_session_of_a_fixed_size_job_sets_up_without_a_limit_and_raises_a_failur
 
 def test_session_that_skipped_generations_lacks_state_until_it_leaves_with_the_state() -> None:
     session = entered(generation=3)
-    assert session.past() == Past(3, RUN, stranger=True)
-    session.leave([2], stranger=False, stood_still=True)
+    assert session.past() == Past(3, RUN, lacks_state=True)
+    session.leave([2], lacks_state=False, stood_still=True)
     assert session.past() == Past(3, RUN, ("m2",), stood_still=True)
 
 

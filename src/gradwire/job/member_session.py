@@ -137,8 +137,8 @@ class MemberSession:
     def _leave(self, generation: Generation) -> Callable[[], None]:
         """Record which members this process could not reach, and return a function that closes the generation."""
         membership, stood_still = generation.membership, generation.lifeline.standstill.lately(time.monotonic())
-        stranger = membership is not None and membership.lacks_state
-        self._protocol.leave(generation.failure.unreachable(), stranger=stranger, stood_still=stood_still)
+        lacks_state = membership is not None and membership.lacks_state
+        self._protocol.leave(generation.failure.unreachable(), lacks_state=lacks_state, stood_still=stood_still)
         if membership is not None:
             membership.go_on()
         return generation.close

@@ -23,7 +23,7 @@ class Past:
     generation: int = 0  # the last generation that the member was in, 0 if none
     run: bytes = b""  # the run of that generation
     lost: tuple[str, ...] = ()  # ids of members of that generation that it could not reach
-    stranger: bool = False  # it joined that generation and has not received the training state
+    lacks_state: bool = False  # it joined that generation and has not received the training state
     stood_still: bool = False  # its process was recently stopped for a moment
 
 
@@ -74,13 +74,13 @@ class SessionProtocol:
         self.run = past.run  # the run of that generation
         self.rank = -1  # this member's rank in it
         self.member_ids: tuple[str, ...] = ()  # the ids of its members, by rank
-        self.stranger = past.stranger
+        self.lacks_state = past.lacks_state
         self._lost = past.lost
         self._stood_still = past.stood_still
 
     def past(self) -> Past:
         """Return what this member reports to the coordinator when it registers."""
-        return Past(self.generation, self.run, self._lost, self.stranger, self._stood_still)
+        return Past(self.generation, self.run, self._lost, self.lacks_state, self._stood_still)
 
     def next_generation(self) -> Generator[Request, Assembly | Failure | None, None]:
         """Enter the next generation. In an elastic job, a set-up that fails because of another member is repeated."""
@@ -88,7 +88,7 @@ class SessionProtocol:
             answer = yield Register(self.past())
             if isinstance(answer, Assembly):
                 self._enter(answer)
-                answer = yield SetUp(answer, self.stranger, SET_UP_SECONDS if self.elastic else None)
+                answer = yield SetUp(answer, self.lacks_state, SET_UP_SECONDS if self.elastic else None)
                 if answer is None:
                     return
                 assert isinstance(answer, Failure)
@@ -100,7 +100,7 @@ class SessionProtocol:
             yield Repeat(self.generation, answer.error)
 
     def _enter(self, assembly: Assembly) -> None:
-        self.stranger = self.stranger or assembly.generation > self.generation + 1
+        self.lacks_state = self.lacks_state or assembly.generation > self.generation + 1
         self.generation, self.run, self.rank = assembly.generation, assembly.run, assembly.rank
         self.member_ids = tuple(member.id for member in assembly.members)
         self._lost = ()
@@ -115,11 +115,11 @@ class SessionProtocol:
             return error.peer not in (None, self.rank)
         return isinstance(error, Broken | NoConnection) and not isinstance(error, Refused)
 
-    def leave(self, unreachable: Iterable[int], *, stranger: bool, stood_still: bool) -> None:
+    def leave(self, unreachable: Iterable[int], *, lacks_state: bool, stood_still: bool) -> None:
         """Record what to report after leaving the current generation: the ranks that this member itself found to be
         lost, whether it still lacks the training state, and whether its process was recently stopped."""
         self._lost = self._ids(unreachable)
-        self.stranger = stranger
+        self.lacks_state = lacks_state
         self._stood_still = stood_still
 
     def concerns(self, news: News | None) -> bool:

@@ -96,7 +96,7 @@ class ThreadJob:
         membership = generation.membership
         assert membership is not None
         unreachable = generation.failure.unreachable()
-        self._session_of(member).leave(unreachable, stranger=membership.lacks_state, stood_still=False)
+        self._session_of(member).leave(unreachable, lacks_state=membership.lacks_state, stood_still=False)
         membership.go_on()
         generation.close()
         return self._join_next(member, timeout)

@@ -82,7 +82,7 @@ class Claim:
     sequence: int = 0
     generation: int = 0
     lost: tuple[str, ...] = ()
-    stranger: bool = False  # it joined `generation`, but left it before it had received the training state
+    lacks_state: bool = False  # it joined `generation`, but left it before it had received the training state
     stood_still: bool = False  # the process was recently stopped for a moment (SIGSTOP, a paused machine)
     run: bytes = b""
     protocol: int = PROTOCOL

@@ -91,7 +91,7 @@ class Worker(Listener):
         self.leaving = False
         self._rank: Rank | None = None
         self.joined = False  # it was not in the previous generation
-        self.stranger = False  # it has joined and does not have the training state yet
+        self.lacks_state = False  # it has joined and does not have the training state yet
         self.waiting = ""  # the coordinator's reason why it has to wait
         self.news: News | None = None
         self.state = beginning(random.randrange(1, 50))
@@ -175,7 +175,9 @@ class Worker(Listener):
     def _next_generation(self) -> Program:
         if self._rank is not None:
             stood_still = self._rank.standstill.lately(self.now)
-            self._session.leave(self._rank.control.unreachable_peers, stranger=self.stranger, stood_still=stood_still)
+            self._session.leave(
+                self._rank.control.unreachable_peers, lacks_state=self.lacks_state, stood_still=stood_still
+            )
             self._rank.close()
             self._rank = None
         yield from drive(self._session.next_generation(), self._perform_session)
@@ -356,7 +358,7 @@ class _Replica:
         """Never called: the coordinator has the same minimum."""
 
     def begins(self) -> None:
-        self._worker.stranger = self._worker.joined
+        self._worker.lacks_state = self._worker.joined
 
     def decided(self, settlement: Settlement) -> None:
         run = self._worker.run
@@ -367,7 +369,7 @@ class _Replica:
         self._job.ledger_of(worker.run).began(worker.name, self.generation, worker.state)
 
     def committed(self, version: Version) -> None:
-        self._worker.stranger = False
+        self._worker.lacks_state = False
         if version[0] != NONE:
             self._job.committed(self._worker, version)
 

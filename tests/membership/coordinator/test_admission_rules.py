@@ -252,7 +252,7 @@ def test_generation_of_survivors_stays_in_its_run() -> None:
 def test_first_member_of_a_new_run_that_asks_late_gets_the_previous_run_id() -> None:
     """Two members without the state begin a new run. One returns from it before the other has received its Assembly."""
     state = running("auto", "auto")
-    claims = [replace(claim(name), generation=1, run=RUN, session=b"again", stranger=True) for name in "ab"]
+    claims = [replace(claim(name), generation=1, run=RUN, session=b"again", lacks_state=True) for name in "ab"]
     for one in claims:
         state.register(one, 1.0)
     assert (state.generation, state.terms.run > RUN) == (2, True)

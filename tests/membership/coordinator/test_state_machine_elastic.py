@@ -179,7 +179,7 @@ def test_last_holder_of_the_state_stays_although_joiners_cannot_reach_it(
 ) -> None:
     state = at_work("abcd", minimum=1)
     for name, lost in reports.items():
-        state.register(replace(worker(name, 1, lost), stranger=name in stateless), 1.0)
+        state.register(replace(worker(name, 1, lost), lacks_state=name in stateless), 1.0)
     assert members(state) == left
 
 
@@ -190,7 +190,7 @@ def test_member_that_never_learned_of_its_admission_does_not_hold_the_state() ->
     back(state, 2.0, "a")
     assert members(state) == "abc"
     state.register(worker("c"), 2.1)
-    state.register(replace(worker("c", 2, "a"), stranger=True), 3.0)  # c cannot reach a
+    state.register(replace(worker("c", 2, "a"), lacks_state=True), 3.0)  # c cannot reach a
     state.register(worker("a", 2), 3.1)
     state.register(worker("b"), 3.2)  # asks again: it did not receive the Assembly of generation 2
     assert members(state) == "ab"

@@ -93,12 +93,12 @@ def test_survivor_that_never_got_the_state_does_not_continue_alone() -> None:
     state = at_work("a")
     state.register(worker("x"), 1.0)
     assert order(state.register(worker("a", 1), 1.0)) == ["a", "x"]
-    stranger = replace(worker("x", 2, lost="a"), stranger=True)
-    state.register(stranger, 1.0)
+    lacks_state = replace(worker("x", 2, lost="a"), lacks_state=True)
+    state.register(lacks_state, 1.0)
     now = 1.0
     for _ in range(3):
         now = pass_time(state, now, now + 2.0)
-        assert "no other has the state" in waits(state.register(stranger, now))
+        assert "no other has the state" in waits(state.register(lacks_state, now))
     assert order(state.register(worker("a", 2), now)) == ["x", "a"]
 
 
@@ -117,7 +117,7 @@ def test_two_members_that_never_reach_each_other_do_not_block_the_job() -> None:
     for now in (1.0, 2.0, 3.0):
         for name, lost in {"a": "b", "b": "a", "x": ""}.items():
             if name in [member.id for member in state.members]:
-                claim = replace(worker(name, state.generation, lost=lost), stranger=True, run=state.terms.run)
+                claim = replace(worker(name, state.generation, lost=lost), lacks_state=True, run=state.terms.run)
                 state.register(claim, now)
         if now == 1.0:
             assert [member.id for member in state.members] == ["a", "b", "x"], "they form a generation once more"

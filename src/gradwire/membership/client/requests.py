@@ -62,7 +62,7 @@ def register(
     generation: int = 0,
     run: bytes = b"",
     lost: Sequence[str] = (),
-    stranger: bool = False,
+    lacks_state: bool = False,
     stood_still: bool = False,
     transport: str = "",
     credentials: Credentials | None = None,
@@ -92,7 +92,7 @@ def register(
         session,
         generation=generation,
         lost=tuple(lost)[:_MOST_LOST],
-        stranger=stranger,
+        lacks_state=lacks_state,
         stood_still=stood_still,
         run=run,
         version=_version(),
@@ -238,7 +238,7 @@ def _wait_for_all(
     request = claim_to_wire(claim)
     start, last_reason = time.monotonic(), ""
     while True:
-        request.patience_ms = max(0, round(1000 * min(HOLD_SECONDS, coordinator.left)))
+        request.wait_ms = max(0, round(1000 * min(HOLD_SECONDS, coordinator.left)))
         reply = _answer(coordinator, pb.RegisterWorkerReply, "RegisterWorker", request.SerializeToString())
         assembly = accepted(claim, _outcome(coordinator, reply), coordinator.address)
         if isinstance(assembly, Assembly):

@@ -288,7 +288,7 @@ class Roster:
         }
         self.dropped = {name: one for name, one in kept.items() if name not in places}
         claims = {name: place.claim for name, place in places.items()}
-        self._joined = {n for n, one in claims.items() if one.stranger or one.generation < self.generation}
+        self._joined = {n for n, one in claims.items() if one.lacks_state or one.generation < self.generation}
         self.generation += 1
         self.records, self.removed, self.over = {}, {}, False
         for rank, (name, place) in enumerate(places.items()):

@@ -114,7 +114,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
         outcome: Outcome = Refusal(reason or "")
         again_after = 0.0
         if reason is None:
-            outcome, again_after = self._answer(claim, request.ticket, body.patience_ms / 1000, context)
+            outcome, again_after = self._answer(claim, request.ticket, body.wait_ms / 1000, context)
         if isinstance(outcome, Refusal):
             self._refusals.log("refused %s at %s: %s", claim.member, _peer(context), outcome.reason)
         link_key = b""

@@ -336,7 +336,7 @@ class Membership:
 
         It does not if it joined the generation but did not receive the state, or not even its Assembly.
         """
-        return not claim.stranger and self.generation - claim.generation <= 1
+        return not claim.lacks_state and self.generation - claim.generation <= 1
 
     def _state_holder_queues(self) -> bool:
         """Return whether a queued process has the state of the current generation, from which it was removed."""
@@ -348,7 +348,7 @@ class Membership:
             return self._has_state(self._roster.returning[name].claim)
         claim, record = self._roster.queue[name].claim, self._roster.records.get(name)
         was_member = record is not None and admission_rules.same_process(record.member, claim.member)
-        return was_member and claim.generation == self.generation and not claim.stranger
+        return was_member and claim.generation == self.generation and not claim.lacks_state
 
     def _unaccounted(self) -> dict[Member, float]:
         """Return members that may be alive, do not wait, and have a later state than the waiting processes.
@@ -358,7 +358,7 @@ class Membership:
         """
         roster = self._roster
         claims = [place.claim for place in roster.queue.values()]
-        latest = max((claim.generation for claim in claims if not claim.stranger), default=0)
+        latest = max((claim.generation for claim in claims if not claim.lacks_state), default=0)
         since = {one.member: one.since for one in roster.dropped.values() if one.generation > latest}
         since |= {roster.records[name].member: roster.records[name].last_seen for name in roster.maybe_alive()}
         left = {member: at + self.terms.lease + SILENT_GRACE - self._clock.time for member, at in since.items()}

@@ -140,34 +140,34 @@ class RegisterWorkerReply(_message.Message):
     def __init__(self, waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., assembly: _Optional[_Union[Assembly, _Mapping]] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
-    __slots__ = ["generation", "job", "lost", "member", "patience_ms", "protocol", "run", "session", "size", "stood_still", "stranger", "transport", "version"]
+    __slots__ = ["generation", "job", "lacks_state", "lost", "member", "protocol", "run", "session", "size", "stood_still", "transport", "version", "wait_ms"]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    LACKS_STATE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
-    PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     STOOD_STILL_FIELD_NUMBER: _ClassVar[int]
-    STRANGER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     job: str
+    lacks_state: bool
     lost: _containers.RepeatedScalarFieldContainer[str]
     member: Member
-    patience_ms: int
     protocol: int
     run: bytes
     session: bytes
     size: int
     stood_still: bool
-    stranger: bool
     transport: str
     version: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., patience_ms: _Optional[int] = ..., generation: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ..., stranger: bool = ..., stood_still: bool = ..., run: _Optional[bytes] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., size: _Optional[int] = ..., job: _Optional[str] = ..., wait_ms: _Optional[int] = ..., generation: _Optional[int] = ..., lost: _Optional[_Iterable[str]] = ..., session: _Optional[bytes] = ..., lacks_state: bool = ..., stood_still: bool = ..., run: _Optional[bytes] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Sealed(_message.Message):
     __slots__ = ["body", "coordinator_nonce", "proof", "sequence", "ticket", "worker_nonce"]
