@@ -48,6 +48,7 @@ EXPECTED = {
     "Fenced",
     "Finished",
     "GradwireError",
+    "GroupTimeout",
     "InvalidRank",
     "InvalidSize",
     "JournalError",

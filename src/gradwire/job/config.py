@@ -128,10 +128,13 @@ class JobConfig:
             raise InvalidRank(
                 f"{self._named('rank')} does not exist in a job of {self._named('size')}: ranks count from 0",
                 rank=self.rank,
+                size=size,
             )
         if self.local_rank is not None and not 0 <= self.local_rank < size and not self.elastic:
             raise InvalidRank(
-                f"{self._named('local_rank')} does not exist in a job of {self._named('size')}", rank=self.rank
+                f"{self._named('local_rank')} does not exist in a job of {self._named('size')}",
+                rank=self.local_rank,
+                size=size,
             )
 
     @property
