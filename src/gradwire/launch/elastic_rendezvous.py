@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.errors import ConfigError
@@ -22,7 +22,7 @@ from gradwire.launch.worker_process import Task
 from gradwire.membership.types import News
 from gradwire.security import tokens
 from gradwire.security.credentials import Credentials
-from gradwire.security.secret import TOKEN
+from gradwire.security.secret import TOKEN, with_token
 from gradwire.security.tokens import Token
 
 HERE = "127.0.0.1"
@@ -55,7 +55,7 @@ def elsewhere(count: int, address: str, token_file: Path | None) -> ElasticSetup
     environ = os.environ
     place = Address.parse(address)
     credentials = Credentials.from_environ(environ)
-    given = _with_token(environ, token_file)
+    given = with_token(environ, token_file)
     secret = tokens.secret_or_token(given, place.is_loopback())
     return ElasticSetup(count, _rendezvous(place, secret, given.get(TOKEN), environ.get(config.JOB), None, credentials))
 
@@ -117,12 +117,3 @@ def _wait_until_free(address: Address) -> None:
                 if error.errno != errno.EADDRINUSE:
                     return
         time.sleep(0.02)
-
-
-def _with_token(environ: Mapping[str, str], file: Path | None) -> Mapping[str, str]:
-    if file is None:
-        return environ
-    try:
-        return {**environ, TOKEN: file.read_text("utf-8").strip()}
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot read the token in {file}: {error}") from error

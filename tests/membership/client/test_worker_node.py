@@ -133,7 +133,7 @@ def test_worker_node_writes_checkpoints(serve: Serve, make: Make) -> None:
 
 def test_worker_node_with_certificates_joins(serve: Serve, make: Make) -> None:
     coordinator = serve(1, credentials=tls_files.credentials("m0"))
-    node = make(coordinator, "m1", credentials=tls_files.credentials("m1")).start()
+    node = make(coordinator, "m1", tls=tls_files.credentials("m1")).start()
     assert node.healthy(30)
 
 
