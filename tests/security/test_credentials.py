@@ -10,7 +10,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from typing import Any
 
 import pytest
 
@@ -79,7 +78,7 @@ def test_from_environ_file_that_cannot_be_read_is_named_with_its_variable(where:
 
 @pytest.mark.parametrize("path", [None, "", 3, b"ca.pem", "a\0b"])
 def test_credentials_of_something_that_is_no_path_raise(where: Path, path: Any) -> None:
-    with pytest.raises(ConfigError, match="the argument ca is .* not the path of a file"):
+    with pytest.raises(ConfigError, match=r"the argument ca is .* not the path of a file"):
         Credentials(path, where / "m1.pem", where / "m1.key")
 
 

@@ -222,11 +222,12 @@ class JobConfig:
 
     def describe(self) -> str:
         """Return a table of all settings, with the origin of each. It contains no secrets."""
-        return table([(name, shown(self.origins[name].value), self.origin(name)) for name in self._listed()])
+        return table(self.rows())
 
-    def _listed(self) -> list[str]:
-        """Return the settings to describe. `address_taken` is for launchers, and rarely true."""
-        return [name for name in SETTINGS if name != "address_taken" or self.address_taken]
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return the name, the value as text and the origin of each setting. `address_taken` is in it only if true."""
+        names = [name for name in SETTINGS if name != "address_taken" or self.address_taken]
+        return [(name, shown(self.origins[name].value), self.origin(name)) for name in names]
 
     __str__ = describe
 

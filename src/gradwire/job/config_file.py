@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import ConfigError
-from gradwire.job.settings import FLAGS, NUMBERS, SECONDS, TEXTS, Setting, checked
-from gradwire.security.credentials import Credentials
+from gradwire.job.settings import FLAGS, INSECURE, JOB, NUMBERS, SECONDS, TEXTS, Setting, checked
+from gradwire.security.credentials import CA, CERT, KEY, Credentials
+from gradwire.security.secret import TOKEN, with_token
 
 FILE = "GRADWIRE_CONFIG"
 LONGEST_FILE = 1 << 20
@@ -47,6 +47,24 @@ def named_by(environ: Mapping[str, str]) -> dict[str, Setting]:
     return read(path) if path else {}
 
 
+def with_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with variables for what a launcher and its coordinator need from the file.
+
+    Variables that are set already are kept. Workers do not need this: they read the file themselves.
+    """
+    found, added = named_by(environ), dict[str, str]()
+    if "tls" in found and not any(environ.get(name) for name in (CA, CERT, KEY)):
+        tls = found["tls"].value
+        added |= {CA: str(tls.ca), CERT: str(tls.cert), KEY: str(tls.key)}
+    if "token_file" in found and not environ.get(TOKEN):
+        added[TOKEN] = with_token({}, found["token_file"].value)[TOKEN]
+    if "job" in found and not environ.get(JOB):
+        added[JOB] = found["job"].value
+    if "insecure" in found and not environ.get(INSECURE):
+        added[INSECURE] = str(found["insecure"].value)
+    return {**environ, **added}
+
+
 def _table(path: Path, origin: str) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
@@ -56,6 +74,8 @@ def _table(path: Path, origin: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read the configuration {origin}: {reason}") from error
     if len(content) > LONGEST_FILE:
         raise ConfigError(f"the configuration {origin} is too large: at most {LONGEST_FILE} bytes are allowed")
+    import tomllib  # imported late: most processes read no file
+
     try:
         return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError too

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.errors import ConfigError
-from gradwire.job import config
+from gradwire.job import config, config_file
 from gradwire.job.address import Address
 from gradwire.launch import worker_setup
 from gradwire.launch.coordinator_process import CoordinatorProcess
@@ -31,7 +31,7 @@ PORT_SECONDS = 5.0  # to wait until the port of --listen is free
 
 def hosted(size: int, minimum: int, maximum: int, listen: str | None, journal: Path, script: str) -> ElasticSetup:
     """Return the setup of a new job, with a coordinator that listens here."""
-    environ = os.environ
+    environ = config_file.with_variables(os.environ)
     address = _listen_address(listen)
     # No warnings while the coordinator starts or restarts: `CoordinatorProcess` reports what happens.
     logging.getLogger("gradwire.membership").setLevel(logging.ERROR)
@@ -52,7 +52,7 @@ def hosted(size: int, minimum: int, maximum: int, listen: str | None, journal: P
 
 def elsewhere(count: int, address: str, token_file: Path | None) -> ElasticSetup:
     """Return the setup of workers for a job whose coordinator runs elsewhere."""
-    environ = os.environ
+    environ = config_file.with_variables(os.environ)
     place = Address.parse(address)
     credentials = Credentials.from_environ(environ)
     given = with_token(environ, token_file)

@@ -136,6 +136,7 @@ class Credentials:
 
     @property
     def job(self) -> str:
+        """The job that this process's certificate is for."""
         return self._fresh().identity.job
 
     @property
@@ -153,9 +154,11 @@ class Credentials:
         return None
 
     def server_context(self) -> ssl.SSLContext:
+        """Return a TLS context for accepting connections, from the files as they are now."""
         return self._fresh().server
 
     def client_context(self) -> ssl.SSLContext:
+        """Return a TLS context for making connections, from the files as they are now."""
         return self._fresh().client
 
     # -- gRPC ---------------------------------------------------------------------------------------------------------
