@@ -92,8 +92,8 @@ def run(
     elastic = not (minimum is None and maximum is None and restarts is None)
     if listen is not None and not elastic:
         raise click.UsageError("--listen is for elastic jobs: add --min and --max")
-    in_file = configured_size()
-    count = size or minimum or in_file
+    size_in_file = configured_size()
+    count = size or minimum or size_in_file
     if count is None:
         raise click.UsageError("Missing option '-n'.")
     least, most = minimum or 1, maximum or count

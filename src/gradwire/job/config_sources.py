@@ -62,11 +62,7 @@ class _Search:
         self._launchers = environments.detect(environ)
         self._agreeing: list[Partial] = []  # the launchers whose rank and size are those of this process
         self._usable: list[Partial] = []  # the launchers whose address may be used
-        self._file = config_file.named_by(environ)
-        if find(environ, MEMBER):  # a launcher gave this process its place in an elastic job; the file cannot
-            self._file = {
-                name: setting for name, setting in self._file.items() if name not in ("rank", "size", *_OF_ONE_RANK)
-            }
+        self._file = _file_settings(environ)
 
     def _own(self, name: str) -> Setting | None:
         """Return a setting from the arguments, the config or its `GRADWIRE_*` variable."""
@@ -144,6 +140,16 @@ class _Search:
     def token_file(self) -> Setting | None:
         """Return the file with the job's secret. `GRADWIRE_TOKEN` takes precedence over the configuration file."""
         return self._own("token_file") or (None if self._environ.get(TOKEN) else self._file.get("token_file"))
+
+
+def _file_settings(environ: Mapping[str, str]) -> Layer:
+    """Return the settings in the file of `GRADWIRE_CONFIG`, without those that a launcher has decided."""
+    decided: tuple[str, ...] = ()
+    if find(environ, COORDINATOR):  # the variables describe the job at this coordinator
+        decided += ("elastic",)
+    if find(environ, MEMBER):  # a launcher gave this process its place in an elastic job
+        decided += ("rank", "size", *_OF_ONE_RANK)
+    return {name: setting for name, setting in config_file.named_by(environ).items() if name not in decided}
 
 
 def _agrees(partial: Partial, rank: int | None, size: int | None) -> bool:

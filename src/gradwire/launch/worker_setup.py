@@ -43,7 +43,6 @@ def shared_by_workers(
     return {
         **_neighbour_settings(environ, size),
         config.SIZE: str(size),
-        config.ELASTIC: "0",  # takes precedence over a configuration file
         config.COORDINATOR: coordinator,
         config.JOB: job,
         TOKEN: token,
