@@ -18,18 +18,28 @@ _HOST_NAME = re.compile(r"[^\s/@,;\[\]:]{1,253}")
 class Address(str):
     """A host and a port, as the text "host:port". Port 0 lets the system choose a free port, for listeners only."""
 
-    __slots__ = ("host", "port")
+    __slots__ = ("_host", "_port")
 
-    host: str
-    port: int
+    _host: str
+    _port: int
 
     def __new__(cls, host: str, port: int) -> Self:
         _check_host(host)
         if not 0 <= port <= 65535:
             raise ConfigError(f"port {port} is not between 0 and 65535")
         self = super().__new__(cls, join(host, port))
-        self.host, self.port = host, port
+        self._host, self._port = host, port
         return self
+
+    @property
+    def host(self) -> str:
+        """The host: a name or an IP address, without brackets."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The port."""
+        return self._port
 
     def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]  # for pickling
         return self.host, self.port

@@ -51,11 +51,14 @@ def with_token(environ: Mapping[str, str], file: Path | None) -> Mapping[str, st
     try:
         with file.open("rb") as opened:
             content = opened.read(_LONGEST_FILE + 1)
-        if len(content) > _LONGEST_FILE:
-            raise ConfigError(f"the token in {file} is too long: at most {_LONGEST_FILE} bytes are allowed")
-        return {**environ, TOKEN: content.decode().strip()}
+        token = content.decode().strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot read the token in {file}: {error}") from error
+    if len(content) > _LONGEST_FILE:
+        raise ConfigError(f"the token in {file} is too long: at most {_LONGEST_FILE} bytes are allowed")
+    if len(token) < SHORTEST_TOKEN:
+        raise ConfigError(f"the token in {file} has {len(token)} characters and needs at least {SHORTEST_TOKEN}")
+    return {**environ, TOKEN: token}
 
 
 def derive(secret: bytes, purpose: str, *context: bytes) -> bytes:

@@ -137,6 +137,11 @@ def test_worker_node_with_certificates_joins(serve: Serve, make: Make) -> None:
     assert node.healthy(30)
 
 
+def test_worker_node_with_something_else_as_certificates_raises() -> None:
+    with pytest.raises(gw.ConfigError, match=r"the argument tls is 'ca.pem': pass gw.Credentials"):
+        gw.WorkerNode("127.0.0.1:1", secret=SECRET, tls="ca.pem")  # type: ignore[arg-type]
+
+
 def test_worker_node_beyond_this_machine_needs_insecure_or_certificates() -> None:
     with pytest.raises(gw.ConfigError, match="is not on this machine, and the connection would not be encrypted"):
         gw.WorkerNode("192.0.2.1:1", secret=SECRET)

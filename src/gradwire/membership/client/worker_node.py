@@ -61,6 +61,8 @@ class WorkerNode:
     ) -> None:
         self._address, self._wanted_rank, self._size, self._job = address, rank, size, job
         self._timeout = timeout
+        if tls is not None and not isinstance(tls, Credentials):
+            raise ConfigError(f"the argument tls is {tls!r}: pass gw.Credentials(ca, cert, key)")
         self._credentials = tls or Credentials.from_environ(os.environ)
         loopback = resolve(*split(address))[0].loopback
         if not (loopback or insecure or self._credentials):
