@@ -22,6 +22,8 @@ EXPECTED = {
     "launch",
     "local_group",
     "loopback_pair",
+    "Credentials",
+    "JobConfig",
     "WorkerNode",
     # communicating
     "Capabilities",
@@ -83,6 +85,9 @@ COLLECTIVES = {
 ON_GROUP = COLLECTIVES | {
     "rank",
     "size",
+    "local_rank",
+    "local_size",
+    "node_rank",
     "generation",
     "topology",
     "capabilities",
@@ -153,6 +158,7 @@ def test_init_has_the_expected_defaults() -> None:
         "transport": "auto",
         "timeout": 300.0,
         "insecure": False,
+        "config": None,
     }
     # The same object, not only an equal one: this is how `init` knows whether the caller passed a timeout.
     # GRADWIRE_TIMEOUT replaces the default and never the caller's value.

@@ -34,7 +34,7 @@ SECTIONS = {
         "docs/security",
     ),
     "When something goes wrong": ("docs/failures", "docs/troubleshooting", "docs/guarantees"),
-    "Reference": ("docs/reference/README", "docs/environment-variables", "CHANGELOG"),
+    "Reference": ("docs/reference/README", "docs/configuration", "docs/environment-variables", "CHANGELOG"),
     "Inside gradwire": (
         "docs/architecture",
         "benchmarks/README",

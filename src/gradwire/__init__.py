@@ -67,8 +67,10 @@ from gradwire.errors import (
 from gradwire.group import Capabilities, Group
 from gradwire.group.stream import Stream
 from gradwire.group.work import Work
+from gradwire.job.config import JobConfig
 from gradwire.job.init import init, local_group, loopback_pair
 from gradwire.launch.function import launch
+from gradwire.security.credentials import Credentials
 from gradwire.topology import Topology
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ __all__ = [
     "CollectiveMismatch",
     "ConfigError",
     "Contract",
+    "Credentials",
     "Elastic",
     "Fence",
     "Fenced",
@@ -103,6 +106,7 @@ __all__ = [
     "GroupTimeout",
     "InvalidRank",
     "InvalidSize",
+    "JobConfig",
     "JournalError",
     "NoConnection",
     "NotFinite",

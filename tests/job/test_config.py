@@ -272,9 +272,10 @@ class TestJobConfig:
         "wrong",
         [
             {"size": 0},
-            {"rank": 1},
+            {"rank": 1, "size": 1},
             {"rank": -1},
-            {"local_rank": 1},
+            {"local_rank": -1},
+            {"local_rank": 1, "size": 1},
             {"transport": "x"},
             {"timeout": 0.0},
             {"timeout": threading.TIMEOUT_MAX * 2},
@@ -291,7 +292,7 @@ class TestJobConfig:
         by_variable = resolve(environ={"GRADWIRE_RANK": "0", "GRADWIRE_SIZE": "1"})
         assert by_variable == resolve(0, 1, environ={})
         assert hash(by_variable) == hash(JobConfig(local_rank=0))
-        assert by_variable.sources["rank"] == "GRADWIRE_RANK"
+        assert by_variable.origin("rank") == "GRADWIRE_RANK"
 
 
 @given(

@@ -1,7 +1,7 @@
 """Reads the code blocks of a Markdown page, and runs its commands exactly as they are written.
 
 A page's ``python`` blocks are programs, each complete in itself. A block whose first line is a comment with a file name
-(``# train.py``) is stored under that name before the commands of the page run.
+(``# train.py``) is stored under that name before the commands of the page run. So is a ``toml`` block.
 
 A ``console`` block has commands behind a prompt, and below each command some of the lines that it prints:
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 HERE = ""  # the machine of a prompt without a name
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _PROMPT = re.compile(r"(host-[a-z])?\$ (.*)")
-_FILE_NAME = re.compile(r"# (\w+\.py)\n")
+_FILE_NAME = re.compile(r"# (\w+\.(?:py|toml))\n")
 # Where a page names a folder of the repository, its commands find it.
 _FOLDERS = ("benchmarks", "examples", "tests")
 # scp between the machines of a page: their folders are side by side.
@@ -149,7 +149,7 @@ def _prepare(page: Path, folder: Path, machines: Sequence[str]) -> None:
         home.mkdir(exist_ok=True)
         for name in _FOLDERS:
             (home / name).symlink_to(ROOT / name)
-        for block in code_blocks(page, "python"):
+        for block in (*code_blocks(page, "python"), *code_blocks(page, "toml")):
             if block.file_name:
                 (home / block.file_name).write_text(block.text, "utf-8")
 

@@ -11,14 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import click
 
 from gradwire.errors import GradwireError, JournalError
-
-if TYPE_CHECKING:
-    from gradwire.security.credentials import Credentials
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HELP = """Run the coordinator of one job, which workers on any machine can reach.
@@ -84,6 +80,7 @@ def coordinator(
 ) -> None:
     from gradwire.membership.coordinator.service import Coordinator
     from gradwire.membership.endpoints import resolve, split
+    from gradwire.security.credentials import Credentials
     from gradwire.security.tokens import whole_secret
 
     logging.basicConfig(
@@ -104,7 +101,7 @@ def coordinator(
             insecure=insecure,
             journal=journal,
             durable=not no_fsync,
-            credentials=_credentials(tls_ca, tls_cert, tls_key),
+            credentials=Credentials.from_paths(tls_ca, tls_cert, tls_key),
             failed=reasons.put,
         )
         with _signals_to(reasons.put), served:
@@ -114,13 +111,6 @@ def coordinator(
                 raise reason
     except GradwireError as error:
         raise click.ClickException(str(error)) from error
-
-
-def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> Credentials | None:
-    from gradwire.security.credentials import CA, CERT, KEY, Credentials
-
-    given = {CA: ca, CERT: cert, KEY: key}
-    return Credentials.from_environ({name: str(path) for name, path in given.items() if path is not None})
 
 
 @contextlib.contextmanager

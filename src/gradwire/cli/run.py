@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from gradwire.cli.launching import CONTEXT, chaos_of, run_to_end, shared_options, task_of
+from gradwire.cli.show_config import configured_size, describe
+from gradwire.job.config_file import FILE
 from gradwire.launch.stop_escalation import GRACE
 
 if TYPE_CHECKING:
@@ -42,7 +45,13 @@ torchrun's variables. The exit code is 0 if the job finished, even if workers we
     no_args_is_help=True,
     context_settings=CONTEXT,
 )
-@click.option("-n", "size", metavar="N", type=click.IntRange(min=1), help="Number of processes.  [default: --min]")
+@click.option(
+    "-n",
+    "size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Number of processes.  [default: --min, or size in the file of GRADWIRE_CONFIG]",
+)
 @click.option(
     "--min",
     "minimum",
@@ -61,6 +70,9 @@ torchrun's variables. The exit code is 0 if the job finished, even if workers we
     metavar="HOST[:PORT]",
     help="Address at which an elastic job can be joined.  [default: a free port of 127.0.0.1]",
 )
+@click.option(
+    "--show-config", is_flag=True, help="Print the settings that the workers would get, with their origins, and exit."
+)
 @shared_options
 def run(
     size: int | None,
@@ -68,6 +80,7 @@ def run(
     maximum: int | None,
     restarts: int | None,
     listen: str | None,
+    show_config: bool,
     is_module: bool,
     log_dir: Path | None,
     grace: float,
@@ -79,7 +92,8 @@ def run(
     elastic = not (minimum is None and maximum is None and restarts is None)
     if listen is not None and not elastic:
         raise click.UsageError("--listen is for elastic jobs: add --min and --max")
-    count = size or minimum
+    size_in_file = configured_size()
+    count = size or minimum or size_in_file
     if count is None:
         raise click.UsageError("Missing option '-n'.")
     least, most = minimum or 1, maximum or count
@@ -87,6 +101,10 @@ def run(
         raise click.UsageError(f"-n {count} is not between --min {least} and --max {most}")
     task = task_of(script, args, is_module=is_module)
     faults = chaos_of(chaos, elastic=elastic)
+    if show_config:
+        size_from = "-n" if size else "--min" if minimum else f"file {os.environ[FILE]}"
+        click.echo(describe(count, elastic=elastic, listen=listen, size_from=size_from))
+        return
 
     def make(output: Output) -> Supervisor:
         from gradwire.launch import elastic_rendezvous, rendezvous

@@ -107,6 +107,25 @@ class Group(CollectiveCalls, PointToPointCalls):
         return self._size
 
     @property
+    def local_rank(self) -> int:
+        """The number of this rank among the ranks of the group on its host, from 0 to `local_size - 1`."""
+        return self._neighbours.index(self._rank)
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks of the group on this host."""
+        return len(self._neighbours)
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this host among the hosts of the group, from 0, in the order of their lowest ranks."""
+        return self._topology.host_of(self._rank)
+
+    @property
+    def _neighbours(self) -> tuple[int, ...]:
+        return self._topology.hosts[self.node_rank]
+
+    @property
     def generation(self) -> int:
         """The number of the membership that this group belongs to. It starts at 1 and grows with each recovery."""
         return self._generation.identity.number

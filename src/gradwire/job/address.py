@@ -1,11 +1,11 @@
-"""Parse and check addresses of the form "host:port"."""
+"""`Address`: checked text of the form "host:port"."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 import socket
-from dataclasses import dataclass
+from typing import Self
 
 from gradwire.errors import ConfigError
 from gradwire.job.environments.launcher_settings import join
@@ -15,17 +15,37 @@ _LIKE_IPV4 = re.compile(r"[0-9.]+")
 _HOST_NAME = re.compile(r"[^\s/@,;\[\]:]{1,253}")
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """A host and a port. Port 0 lets the system choose a free port, so it is useful for listeners only."""
+class Address(str):
+    """A host and a port, as the text "host:port". Port 0 lets the system choose a free port, for listeners only."""
 
-    host: str
-    port: int
+    __slots__ = ("_host", "_port")
 
-    def __post_init__(self) -> None:
-        _check_host(self.host)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port {self.port} is not between 0 and 65535")
+    _host: str
+    _port: int
+
+    def __new__(cls, host: str, port: int) -> Self:
+        _check_host(host)
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"port {port} is not between 0 and 65535")
+        self = super().__new__(cls, join(host, port))
+        self._host, self._port = host, port
+        return self
+
+    @property
+    def host(self) -> str:
+        """The host: a name or an IP address, without brackets."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The port."""
+        return self._port
+
+    def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]  # for pickling
+        return self.host, self.port
+
+    def __repr__(self) -> str:
+        return f"Address(host={self.host!r}, port={self.port!r})"
 
     @classmethod
     def parse(cls, text: str, source: str = "the address") -> Address:
@@ -39,9 +59,6 @@ class Address:
             return cls(host, port)
         except ConfigError as error:
             raise ConfigError(f"{source}: {text!r} is not an address: {error}") from None
-
-    def __str__(self) -> str:
-        return join(self.host, self.port)
 
     def resolve(self) -> tuple[str, ...]:
         """Return the IP addresses of the host, in the resolver's order."""

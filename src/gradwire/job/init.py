@@ -40,12 +40,14 @@ def init(
     transport: str = "auto",
     timeout: float = DEFAULT_TIMEOUT,
     insecure: bool = False,
+    config: JobConfig | None = None,
 ) -> Group:
     """Join the job and return the group of all its ranks.
 
-    The call blocks until all ranks have joined, or in an elastic job until the next generation has formed. An argument
-    that is None is read from the environment: from the `GRADWIRE_*` variables, or from those of the launcher (torchrun,
-    Slurm, Open MPI, or another launcher that uses PMI). If neither rank nor size is found, the job has one rank.
+    The call blocks until all ranks have joined, or in an elastic job until the next generation has formed. Each setting
+    comes from the first of these sources that has it: the argument, `config`, the `GRADWIRE_*` variables, the variables
+    of the launcher (torchrun, Slurm, Open MPI, or another launcher that uses PMI), the file that `GRADWIRE_CONFIG`
+    names. If neither rank nor size is found, the job has one rank.
 
     - `rank`, `size`: this process's rank, from 0, and the number of ranks in the job.
     - `address`: "host:port" where the ranks meet. Rank 0 listens there, unless `gradwire run` or `gradwire coordinator`
@@ -56,6 +58,7 @@ def init(
     - `timeout`: seconds for joining, and the default for each blocking call of the group.
     - `insecure`: allow plaintext links to other machines. By default an address outside of this machine needs the
       certificates that `gradwire certs` makes, and `ConfigError` is raised without them.
+    - `config`: these and other settings as an object, see `JobConfig`.
 
     Errors:
 
@@ -74,13 +77,13 @@ def init(
     """
     process_hooks.check_not_initialised()
     site = call_site()
-    config = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure)
-    if config.size == 1 and config.address is None and not config.elastic:
-        return process_hooks.set_current(single_rank_group(config.timeout), site)
-    deadline = time.monotonic() + config.timeout
+    found = resolve(rank, size, address, transport=transport, timeout=timeout, insecure=insecure, config=config)
+    if found.size == 1 and found.address is None and not found.elastic:
+        return process_hooks.set_current(single_rank_group(found.timeout), site)
+    deadline = time.monotonic() + found.timeout
     if native_core.native is None and (reason := native_core.why_pure()) and not native_core.is_unwanted():
         log.warning("collectives run in Python, which is slower: gradwire has no native core here, %s", reason)
-    return MemberSession(config, connect_member, initialised_at=site).join_next(deadline)
+    return MemberSession(found, connect_member, initialised_at=site).join_next(deadline)
 
 
 def single_rank_group(timeout: float) -> Group:

@@ -36,7 +36,7 @@ from gradwire.membership.closed_listener import ClosedListener
 from gradwire.membership.endpoints import resolve as endpoints
 from gradwire.security import tokens
 from gradwire.security.credentials import Credentials
-from gradwire.security.secret import derive
+from gradwire.security.secret import derive, with_token
 from gradwire.topology import Topology
 from gradwire.transports.tcp.transport import TcpTransport
 
@@ -81,7 +81,7 @@ class MemberSession:
         if config.address_taken:  # torchrun's store listens there; through it the ranks agree on another port
             on_one_host = agree is None and torchrun.on_one_host(os.environ)
             self._address = Address("127.0.0.1" if on_one_host else config.address.host, 0)
-        self._credentials = Credentials.from_environ(os.environ)
+        self._credentials = config.tls
         self._secret = self._secret_for(self._address)
         self._id = config.member or _new_id(self._credentials)
         self._job = config.job or (self._credentials.job if self._credentials else None)
@@ -100,7 +100,7 @@ class MemberSession:
                 "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
                 "insecure=True (GRADWIRE_INSECURE=1) if you trust the network"
             )
-        return tokens.secret_or_token(os.environ, loopback)
+        return tokens.secret_or_token(with_token(os.environ, self.config.token_file), loopback)
 
     def join_next(self, deadline: float) -> Group:
         """Join the next generation and return its group. An elastic job continues without members lost meanwhile."""
@@ -261,9 +261,7 @@ class MemberSession:
 
         assert config.size is not None
         if not isinstance(self._secret, bytes):
-            raise ConfigError(
-                "rank 0 serves the rendezvous and needs the job's secret, but GRADWIRE_TOKEN holds a join token"
-            )
+            raise ConfigError("rank 0 serves the rendezvous and needs the job's secret, but it was given a join token")
         host, port = self._address.host, self._address.port
         return Coordinator(
             host,

@@ -9,11 +9,11 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.errors import ConfigError
-from gradwire.job import config
+from gradwire.job import config, config_file
 from gradwire.job.address import Address
 from gradwire.launch import worker_setup
 from gradwire.launch.coordinator_process import CoordinatorProcess
@@ -22,7 +22,7 @@ from gradwire.launch.worker_process import Task
 from gradwire.membership.types import News
 from gradwire.security import tokens
 from gradwire.security.credentials import Credentials
-from gradwire.security.secret import TOKEN
+from gradwire.security.secret import TOKEN, with_token
 from gradwire.security.tokens import Token
 
 HERE = "127.0.0.1"
@@ -31,7 +31,7 @@ PORT_SECONDS = 5.0  # to wait until the port of --listen is free
 
 def hosted(size: int, minimum: int, maximum: int, listen: str | None, journal: Path, script: str) -> ElasticSetup:
     """Return the setup of a new job, with a coordinator that listens here."""
-    environ = os.environ
+    environ = config_file.with_variables(os.environ)
     address = _listen_address(listen)
     # No warnings while the coordinator starts or restarts: `CoordinatorProcess` reports what happens.
     logging.getLogger("gradwire.membership").setLevel(logging.ERROR)
@@ -52,10 +52,10 @@ def hosted(size: int, minimum: int, maximum: int, listen: str | None, journal: P
 
 def elsewhere(count: int, address: str, token_file: Path | None) -> ElasticSetup:
     """Return the setup of workers for a job whose coordinator runs elsewhere."""
-    environ = os.environ
+    environ = config_file.with_variables(os.environ)
     place = Address.parse(address)
     credentials = Credentials.from_environ(environ)
-    given = _with_token(environ, token_file)
+    given = with_token(environ, token_file)
     secret = tokens.secret_or_token(given, place.is_loopback())
     return ElasticSetup(count, _rendezvous(place, secret, given.get(TOKEN), environ.get(config.JOB), None, credentials))
 
@@ -117,12 +117,3 @@ def _wait_until_free(address: Address) -> None:
                 if error.errno != errno.EADDRINUSE:
                     return
         time.sleep(0.02)
-
-
-def _with_token(environ: Mapping[str, str], file: Path | None) -> Mapping[str, str]:
-    if file is None:
-        return environ
-    try:
-        return {**environ, TOKEN: file.read_text("utf-8").strip()}
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot read the token in {file}: {error}") from error

@@ -54,13 +54,27 @@ class _Loaded:
 
 
 class Credentials:
-    """The certificate that this process presents, and the authority that it trusts.
+    """The certificate that this process presents, and the authority that it trusts: three files in PEM format.
 
-    If a file cannot be used, `ConfigError` names it and the reason.
+    `gradwire certs` makes the files. If one of them cannot be used, `ConfigError` names it and the reason. Renewed
+    files are read again. Accepted by `JobConfig(tls=...)` and `WorkerNode(tls=...)`.
+
+        gw.init(config=gw.JobConfig(tls=gw.Credentials("ca.pem", "host-a.pem", "host-a.key")))
     """
 
-    def __init__(self, ca: str | Path, cert: str | Path, key: str | Path) -> None:
-        self._ca, self._cert, self._key = Path(ca), Path(cert), Path(key)
+    def __init__(
+        self,
+        ca: str | os.PathLike[str],
+        cert: str | os.PathLike[str],
+        key: str | os.PathLike[str],
+        *,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        """`names` are what the three paths came from, for error messages; empty: the arguments of this call."""
+        self._ca, self._cert, self._key = (
+            _path(name, path) for name, path in (("ca", ca), ("cert", cert), ("key", key))
+        )
+        self._names = names
         self._lock = threading.Lock()
         self._failed: tuple[object, ...] = ()  # the last versions of the files that could not be used
         self._loaded = self._load(self._file_versions())
@@ -68,12 +82,52 @@ class Credentials:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Credentials | None:
         """Load the files that `GRADWIRE_TLS_CA`, `_CERT` and `_KEY` name. Return None if none of them is set."""
-        paths = {name: environ.get(name) for name in (CA, CERT, KEY)}
+        return cls.from_paths(*(environ.get(name) for name in (CA, CERT, KEY)))
+
+    @classmethod
+    def from_paths(
+        cls,
+        ca: str | os.PathLike[str] | None,
+        cert: str | os.PathLike[str] | None,
+        key: str | os.PathLike[str] | None,
+    ) -> Credentials | None:
+        """Load three files that variables or options of the command line name. Return None if none of them is set."""
+        paths = {CA: ca, CERT: cert, KEY: key}
         if not any(paths.values()):
             return None
         if missing := [name for name, path in paths.items() if not path]:
             raise ConfigError(f"TLS needs three files: {' and '.join(missing)} must be set too")
-        return cls(*(str(path) for path in paths.values()))
+        return cls(*(path for path in paths.values() if path), names=tuple(paths))
+
+    @property
+    def ca(self) -> Path:
+        """The file with the certificate of the authority."""
+        return self._ca
+
+    @property
+    def cert(self) -> Path:
+        """The file with the certificate of this process."""
+        return self._cert
+
+    @property
+    def key(self) -> Path:
+        """The file with the key of this process's certificate."""
+        return self._key
+
+    def __repr__(self) -> str:
+        return f"Credentials({str(self._ca)!r}, {str(self._cert)!r}, {str(self._key)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Credentials) and self._paths() == other._paths()
+
+    def __hash__(self) -> int:
+        return hash(self._paths())
+
+    def __reduce__(self) -> tuple[type[Credentials], tuple[Path, Path, Path]]:
+        return Credentials, self._paths()  # a copy in another process reads the files there
+
+    def _paths(self) -> tuple[Path, Path, Path]:
+        return self._ca, self._cert, self._key
 
     @property
     def identity(self) -> str:
@@ -82,6 +136,7 @@ class Credentials:
 
     @property
     def job(self) -> str:
+        """The job that this process's certificate is for."""
         return self._fresh().identity.job
 
     @property
@@ -99,9 +154,11 @@ class Credentials:
         return None
 
     def server_context(self) -> ssl.SSLContext:
+        """Return a TLS context for accepting connections, from the files as they are now."""
         return self._fresh().server
 
     def client_context(self) -> ssl.SSLContext:
+        """Return a TLS context for making connections, from the files as they are now."""
         return self._fresh().client
 
     # -- gRPC ---------------------------------------------------------------------------------------------------------
@@ -175,12 +232,13 @@ class Credentials:
             return self._loaded
 
     def _file_versions(self) -> tuple[object, ...]:
-        return tuple(map(_version, (self._ca, self._cert, self._key)))
+        return tuple(map(_version, self._paths()))
 
     def _load(self, versions: tuple[object, ...]) -> _Loaded:
-        ca = _read(self._ca, "the certificate authority", CA)
-        cert = _read(self._cert, "the certificate", CERT)
-        key = _read(self._key, "the key", KEY, private=True)
+        ca_name, cert_name, key_name = (f" ({name})" for name in self._names) if self._names else ("",) * 3
+        ca = _read(self._ca, f"the certificate authority {self._ca}{ca_name}")
+        cert = _read(self._cert, f"the certificate {self._cert}{cert_name}")
+        key = _read(self._key, f"the key {self._key}{key_name}", private=True)
         authorities = _certificates(ca, self._ca)
         chain = _certificates(cert, self._cert)
         _check_key(key, chain[0], self._key, self._cert)
@@ -251,21 +309,25 @@ def _version(path: Path) -> object:
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode, status.st_uid
 
 
-def _read(path: Path, what: str, variable: str, *, private: bool = False) -> bytes:
+def _path(name: str, path: object) -> Path:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
+        raise ConfigError(f"the argument {name} is {path!r}, which is not the path of a file")
+    return Path(path)
+
+
+def _read(path: Path, what: str, *, private: bool = False) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{what} {path} ({variable}) is not a regular file")
+                raise ConfigError(f"{what} is not a regular file")
             if private:
                 _check_private(status, path)
             content = file.read(LONGEST_FILE + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read {what} {path} ({variable}): {error.strerror}") from error
+        raise ConfigError(f"cannot read {what}: {error.strerror}") from error
     if len(content) > LONGEST_FILE:
-        raise ConfigError(
-            f"{what} {path} ({variable}) is too large: {status.st_size} bytes, at most {LONGEST_FILE} are allowed"
-        )
+        raise ConfigError(f"{what} is too large: {status.st_size} bytes, at most {LONGEST_FILE} are allowed")
     return content
 
 

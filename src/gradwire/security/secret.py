@@ -44,6 +44,23 @@ def job_secret(environ: Mapping[str, str], loopback: bool) -> bytes:
         raise ConfigError(f"cannot store the job secret in {path}: {error.strerror}; set {TOKEN} instead") from error
 
 
+def with_token(environ: Mapping[str, str], file: Path | None) -> Mapping[str, str]:
+    """Return the environment with the token that a file holds. If `file` is None, it is unchanged."""
+    if file is None:
+        return environ
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(_LONGEST_FILE + 1)
+        token = content.decode().strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot read the token in {file}: {error}") from error
+    if len(content) > _LONGEST_FILE:
+        raise ConfigError(f"the token in {file} is too long: at most {_LONGEST_FILE} bytes are allowed")
+    if len(token) < SHORTEST_TOKEN:
+        raise ConfigError(f"the token in {file} has {len(token)} characters and needs at least {SHORTEST_TOKEN}")
+    return {**environ, TOKEN: token}
+
+
 def derive(secret: bytes, purpose: str, *context: bytes) -> bytes:
     """Return a key (or proof) of 32 bytes for one purpose.
 

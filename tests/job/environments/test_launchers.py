@@ -70,7 +70,7 @@ class TestTorchrun:
         environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
         config = resolve(environ=environ)
         assert config == JobConfig(size=2, rank=0, address=Address("::1", 29500))
-        assert config.sources["address"] == "MASTER_ADDR and MASTER_PORT"
+        assert config.origin("address") == "MASTER_ADDR and MASTER_PORT (torchrun)"
 
     def test_torchrun_run_without_a_name_gives_no_job(self) -> None:
         assert resolve(environ=TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).job is None

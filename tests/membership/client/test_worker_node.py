@@ -133,8 +133,13 @@ def test_worker_node_writes_checkpoints(serve: Serve, make: Make) -> None:
 
 def test_worker_node_with_certificates_joins(serve: Serve, make: Make) -> None:
     coordinator = serve(1, credentials=tls_files.credentials("m0"))
-    node = make(coordinator, "m1", credentials=tls_files.credentials("m1")).start()
+    node = make(coordinator, "m1", tls=tls_files.credentials("m1")).start()
     assert node.healthy(30)
+
+
+def test_worker_node_with_something_else_as_certificates_raises() -> None:
+    with pytest.raises(gw.ConfigError, match=r"the argument tls is 'ca.pem': pass gw.Credentials"):
+        gw.WorkerNode("127.0.0.1:1", secret=SECRET, tls="ca.pem")  # type: ignore[arg-type]
 
 
 def test_worker_node_beyond_this_machine_needs_insecure_or_certificates() -> None:

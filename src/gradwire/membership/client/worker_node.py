@@ -35,9 +35,10 @@ class WorkerNode:
     """A member of a job: registers at the coordinator, renews its lease once a second, and unregisters at the end.
 
     `id` is random if it is None. `endpoint` is the address where the other members reach this worker; they receive it
-    unchanged. Unless given here, the job's secret (or a join token) comes from `GRADWIRE_TOKEN`, and the certificates
-    from the files that `GRADWIRE_TLS_CA`, `GRADWIRE_TLS_CERT` and `GRADWIRE_TLS_KEY` name. A coordinator on another
-    machine needs certificates or `insecure=True`. `on_news` is called about once a second, from another thread.
+    unchanged. `tls` are the certificates of this process, as `gw.Credentials`. Unless given here, they come from the
+    files that `GRADWIRE_TLS_CA`, `GRADWIRE_TLS_CERT` and `GRADWIRE_TLS_KEY` name, and the job's secret (or a join
+    token) from `GRADWIRE_TOKEN`. A coordinator on another machine needs certificates or `insecure=True`. `on_news` is
+    called about once a second, from another thread.
 
         with gw.WorkerNode("127.0.0.1:29500", "worker-0", endpoint="10.0.0.5:4711", size=2) as node:
             print(node.rank, node.size, [peer.address for peer in node.peers])
@@ -54,18 +55,20 @@ class WorkerNode:
         job: str | None = None,
         timeout: float = 300.0,
         secret: bytes | Token | None = None,
-        credentials: Credentials | None = None,
+        tls: Credentials | None = None,
         insecure: bool = False,
         on_news: Callable[[News], None] | None = None,
     ) -> None:
         self._address, self._wanted_rank, self._size, self._job = address, rank, size, job
         self._timeout = timeout
-        self._credentials = credentials or Credentials.from_environ(os.environ)
+        if tls is not None and not isinstance(tls, Credentials):
+            raise ConfigError(f"the argument tls is {tls!r}: pass gw.Credentials(ca, cert, key)")
+        self._credentials = tls or Credentials.from_environ(os.environ)
         loopback = resolve(*split(address))[0].loopback
         if not (loopback or insecure or self._credentials):
             raise ConfigError(
-                f"{address} is not a loopback address, and the connection would not be encrypted: set certificates "
-                "(GRADWIRE_TLS_CA, _CERT and _KEY), or pass insecure=True if you trust the network"
+                f"{address} is not a loopback address, and the connection would not be encrypted: pass tls= or "
+                "set GRADWIRE_TLS_CA, _CERT and _KEY, or pass insecure=True if you trust the network"
             )
         self._secret = tokens.secret_or_token(os.environ, loopback) if secret is None else secret
         self._on_news = on_news

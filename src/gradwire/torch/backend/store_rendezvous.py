@@ -12,11 +12,12 @@ from gradwire.errors import NoConnection
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.host import machine
-from gradwire.job import init
+from gradwire.job import config_file, init
 from gradwire.job.address import Address
 from gradwire.job.config import INSECURE, TRANSPORT, resolve
 from gradwire.job.environments.torchrun import HOST as MASTER
 from gradwire.job.member_session import HOST
+from gradwire.security import credentials
 from gradwire.wire import fingerprint
 
 RENDEZVOUS_SECONDS = 30.0  # the least time for the rendezvous, even if the timeout of a call is shorter
@@ -44,7 +45,8 @@ def join_world(store: Any, rank: int, size: int, timeout: float) -> Group:
             keys.write("address", offered)
         return keys.read("address", "rank 0 has not published its address")
 
-    environ = {name: value for name in (TRANSPORT, INSECURE) if (value := os.environ.get(name))}
+    names = (TRANSPORT, INSECURE, credentials.CA, credentials.CERT, credentials.KEY, config_file.FILE)
+    environ = {name: value for name in names if (value := os.environ.get(name))}
     config = resolve(rank, size, Address(host, _UNUSED_PORT), timeout=timeout, environ=environ)
     return init.member_session(dataclasses.replace(config, address_taken=True), agree).join_next(
         max(deadline, time.monotonic() + 1.0)
