@@ -64,6 +64,7 @@ from gradwire.errors import (
     WorkerFailed,
 )
 from gradwire.group import Capabilities, Group
+from gradwire.group.receiving import Message
 from gradwire.group.stream import Stream
 from gradwire.group.work import Work
 from gradwire.job.init import init, local_group, loopback_pair
@@ -102,6 +103,7 @@ __all__ = [
     "InvalidRank",
     "InvalidSize",
     "JournalError",
+    "Message",
     "NoConnection",
     "NotFinite",
     "OtherRun",
