@@ -93,7 +93,8 @@ class Mailbox:
             for (world, _), transfer in self._transfers.items():
                 if transfer.request is request:
                     transfer.request = None
-                    if request.target is not None and transfer.target is request.target:
+                    # Memory that was allocated for the message is private already. A buffer is the user's.
+                    if request.array is None and request.target is not None and transfer.target is request.target:
                         transfer.target = memoryview(bytearray(transfer.message.nbytes))
                         redirect(world, request.target, transfer.target)
                     self._add_unmatched(transfer.message)

@@ -120,8 +120,8 @@ class Receiver(MessageEndpoint):
         if self._senders_departed(request):
             return self.gone(min(self._peers(request)), operation)
         return Timeout(
-            f"no message from {sender_text(request)} with tag {request.tag} arrived in {timeout:g} s; the {operation} can be "
-            "repeated",
+            f"no message from {sender_text(request)} with tag {request.tag} arrived in {timeout:g} s; "
+            f"the {operation} can be repeated",
             peer=request.source,
             operation=operation,
             seconds=timeout,
