@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.arrays import parse_dtype
 from gradwire.collectives import DEFAULTS
 from gradwire.generation.establish import Endpoint
-from gradwire.generation.message_format import MAX_DESCRIPTION
+from gradwire.generation.message_format import MAX_DESCRIPTION, Description
 from gradwire.group.internals import parts_of
 from gradwire.identity import Identity
 from gradwire.job.init import connect_in_process
@@ -251,6 +252,16 @@ def test_recv_without_a_buffer_of_an_offer_without_payload_times_out(pair: list[
             pair[0].recv(src=1, timeout=0.05)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000  # KiB
     run_ranks(pair, lambda group: group.barrier())
+
+
+def test_recv_without_a_buffer_of_an_impossible_shape_raises_array_error(pair: list[gw.Group]) -> None:
+    attacker = pair[1]
+    attacker.send(np.zeros(1), dst=0, tag=1)
+    description = Description(parse_dtype("int8"), (1 << 62, 1 << 62, 0)).pack()  # 0 bytes, but not for NumPy
+    link(attacker, MESSAGE_CHANNEL).send([eager(attacker, description, b"")])
+    with pytest.raises(gw.ArrayError, match=r"no memory for the message of rank 1, 0 bytes.* is kept"):
+        pair[0].recv(src=1)
+    assert pair[0].recv(np.zeros(0), src=1) == 1
 
 
 def test_recv_without_a_buffer_of_more_than_the_memory_raises_array_error(pair: list[gw.Group]) -> None:
