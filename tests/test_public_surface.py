@@ -168,7 +168,7 @@ def test_point_to_point_call_has_the_expected_defaults(name: str) -> None:
 
 
 def test_message_has_the_expected_fields() -> None:
-    assert gw.Message._fields == ("source", "tag", "nbytes", "dtype", "shape")
+    assert tuple(inspect.get_annotations(gw.Message)) == ("source", "tag", "nbytes", "dtype", "shape")
 
 
 def test_init_has_the_expected_defaults() -> None:

@@ -156,10 +156,10 @@ def as_array(x: Any) -> Array:
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)  # subclasses such as np.matrix change indexing and shapes
     if x is None or isinstance(x, (str, numbers.Number, np.generic, dict, list, tuple)):
-        convert = ", and numpy.asarray(x) makes an array" if isinstance(x, (list, tuple)) else ""
+        convert = ": pass numpy.asarray(x)" if isinstance(x, (list, tuple)) else ""
         raise ArrayError(
-            f"expected an array, got {type(x).__name__}; broadcast_value and all_gather_values take plain values"
-            f"{convert}"
+            f"expected an array, got {type(x).__name__}{convert}; "
+            "broadcast_value and all_gather_values take plain values"
         )
     if isinstance(x, SupportsDLPack):
         return _from_dlpack(x)

@@ -37,6 +37,11 @@ class MessageWork(Work):
         """Whether the message has ended, or can be completed and no thread does it."""
         return self._done.is_set() or (not self._completing.locked() and self._can_finish())
 
+    @property
+    def _inherited(self) -> bool:
+        """Whether this process was forked from the rank. The holders of the locks may not exist here."""
+        return self._messages.generation.failure.inherited
+
     def deliver(self) -> None:
         """Complete the message, unless that is done. Its callbacks run on a thread of their own.
 
@@ -50,9 +55,8 @@ class MessageWork(Work):
             threading.Thread(target=self.call_back, name="gradwire-callbacks", daemon=True).start()
 
     def wait(self, timeout: float | None = None) -> Any:
-        failure = self._messages.generation.failure
-        if failure.inherited:  # in a forked child no thread completes the message
-            failure.check(self.operation)
+        if self._inherited and not self._done.is_set():
+            self._messages.check(self.operation)
         seconds = bounded(timeout) or self._timeout
         began = time.monotonic()
         slow_wait = SlowWait(began)
@@ -103,16 +107,16 @@ class SendWork(MessageWork):
         if offered is None:
             self._done.set()
         else:
-            self._offered = offered._replace(deadline=math.inf)
+            self._offered = offered.until(math.inf)
 
     def _can_finish(self) -> bool:
-        assert self._offered is not None
-        return self._messages.due(self._offered)
+        offered = self._offered
+        return offered is None or self._messages.due(offered)
 
     def _finish(self) -> None:
-        assert self._offered is not None
-        offered, self._offered = self._offered, None
-        self._messages.finish_send(offered._replace(deadline=time.monotonic() + self._timeout))
+        offered, self._offered = self._offered, None  # the work may outlive x
+        assert offered is not None
+        self._messages.finish_send(offered.until(time.monotonic() + self._timeout))
 
     def _which(self) -> tuple[int | None, str]:
         return self._dst, f"to rank {self._dst} with tag {self._tag}"
@@ -139,7 +143,7 @@ class ReceiveWork(MessageWork):
 
     @property
     def done(self) -> bool:
-        if self.due:
+        if not self._inherited and self.due:
             self.deliver()
         return self._done.is_set()
 

@@ -33,6 +33,10 @@ class OfferedMessage(NamedTuple):
     timeout: float
     operation: str
 
+    def until(self, deadline: float) -> OfferedMessage:
+        """Return the same message with another deadline."""
+        return self._replace(deadline=deadline)
+
 
 class Sender(MessageEndpoint):
     """Sends messages to the other ranks of a group."""
