@@ -83,12 +83,7 @@ class Stream:
         the group and its streams, and on rank `dst` it writes y after the earlier calls there. Later calls wait for it.
         A copy that fails does not break the group.
 
-        Args:
-            x: On rank `src`, the array to copy. Ignored on other ranks.
-            y: On rank `dst`, a writable array with the dtype and number of elements of x. Ignored on other ranks.
-            src: The rank that has x.
-            dst: The rank that has y. It may be the same rank.
-            timeout: Seconds that the copy may take. None means the group's timeout.
+        The arguments are those of `Group.copy`.
 
         Raises:
             ArrayError: An array cannot be used. `Work.wait` raises it if the dtypes on two ranks differ.
