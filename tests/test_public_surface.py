@@ -28,6 +28,7 @@ EXPECTED = {
     # communicating
     "Capabilities",
     "Group",
+    "Message",
     "Stream",
     "Topology",
     "Work",
@@ -97,6 +98,9 @@ ON_GROUP = COLLECTIVES | {
     "recover",
     "send",
     "recv",
+    "isend",
+    "irecv",
+    "probe",
     "sendrecv",
     "copy",
     "broadcast_value",
@@ -127,7 +131,9 @@ def test_version_is_that_of_the_installed_package() -> None:
     assert metadata.version("gradwire") == gw.__version__
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(gw.Group, ON_GROUP), (gw.Stream, COLLECTIVES | {"synchronize"})])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(gw.Group, ON_GROUP), (gw.Stream, COLLECTIVES | {"copy", "synchronize"})]
+)
 def test_group_and_stream_have_the_expected_methods(kind: type, expected: set[str]) -> None:
     assert expected <= {name for name in dir(kind) if not name.startswith("_")} | set(inspect.get_annotations(kind))
 
@@ -146,6 +152,29 @@ def test_collective_takes_an_algorithm_and_a_timeout(name: str) -> None:
     parameters = inspect.signature(getattr(gw.Group, name)).parameters
     assert (parameters["algorithm"].default, parameters["timeout"].default) == ("auto", None)
     assert parameters["algorithm"].kind is parameters["timeout"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+POINT_TO_POINT = {
+    "send": {"tag": 0, "timeout": None},
+    "recv": {"x": None, "src": None, "tag": 0, "timeout": None},
+    "isend": {"tag": 0},
+    "irecv": {"src": None, "tag": 0},
+    "probe": {"src": None, "tag": 0, "timeout": None},
+    "sendrecv": {"tag": 0, "timeout": None},
+    "copy": {"timeout": None},
+}
+
+
+@pytest.mark.parametrize("name", POINT_TO_POINT)
+def test_point_to_point_call_has_the_expected_defaults(name: str) -> None:
+    parameters = inspect.signature(getattr(gw.Group, name)).parameters.values()
+    assert all(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+    assert defaults == POINT_TO_POINT[name]
+
+
+def test_message_has_the_expected_fields() -> None:
+    assert tuple(inspect.get_annotations(gw.Message)) == ("source", "tag", "nbytes", "dtype", "shape")
 
 
 def test_init_has_the_expected_defaults() -> None:

@@ -65,6 +65,7 @@ from gradwire.errors import (
     WorkerFailed,
 )
 from gradwire.group import Capabilities, Group
+from gradwire.group.receiving import Message
 from gradwire.group.stream import Stream
 from gradwire.group.work import Work
 from gradwire.job.config import JobConfig
@@ -108,6 +109,7 @@ __all__ = [
     "InvalidSize",
     "JobConfig",
     "JournalError",
+    "Message",
     "NoConnection",
     "NotFinite",
     "OtherRun",

@@ -108,9 +108,9 @@ def _row(dtype: np.dtype[Any]) -> DType:
     raise ArrayError(f"arrays of dtype {dtype} cannot be exchanged; supported dtypes: {', '.join(_OPS)}")
 
 
-def dtype_name(code: int) -> str:
-    """Return the name of the dtype with this code, for messages. Peers send the codes, so unknown ones are accepted."""
-    return next((name for name, known in _CODES.items() if known == code), f"dtype {code}")
+def dtype_by_code(code: int) -> DType | None:
+    """Return the dtype with this code; None if there is none."""
+    return parse_dtype(DTYPES[code - 1]) if 1 <= code <= len(DTYPES) else None
 
 
 def dtype_by_name(name: str) -> DType:
@@ -164,9 +164,11 @@ def as_array(x: Any) -> Array:
         raise ArrayError("a masked array cannot be exchanged, its mask would be lost: pass x.data or x.filled()")
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)  # subclasses such as np.matrix change indexing and shapes
-    if x is None or isinstance(x, (str, numbers.Number, np.generic)):
+    if x is None or isinstance(x, (str, numbers.Number, np.generic, dict, list, tuple)):
+        convert = ": pass numpy.asarray(x)" if isinstance(x, (list, tuple)) else ""
         raise ArrayError(
-            f"expected an array, got {type(x).__name__}; broadcast_value and all_gather_values take plain values"
+            f"expected an array, got {type(x).__name__}{convert}; "
+            "broadcast_value and all_gather_values take plain values"
         )
     if isinstance(x, SupportsDLPack):
         return _from_dlpack(x)

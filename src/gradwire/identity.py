@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from gradwire.topology import Topology
 from gradwire.wire import Header, Kind, WireError
 
-# The version of the messages that set up a generation (`handshake.py`). Members of different versions cannot work
-# together: the coordinator refuses a newcomer with another version than its own.
-PROTOCOL = 1
+# The version of the messages that set up a generation (`handshake.py`), and of the messages that its members exchange.
+# Members of different versions cannot work together: the coordinator refuses a newcomer with another version than its
+# own. Since version 2, point-to-point messages carry dtype and shape.
+PROTOCOL = 2
 RUN_BYTES = 16
 _TIME_BYTES = 8
 _MAX_REPLACEMENTS = 1000  # of runs, one after the other, by one coordinator

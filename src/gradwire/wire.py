@@ -18,7 +18,8 @@ A message is a 64-byte little-endian header and `nbytes` of payload:
 
 The receiver of a collective knows the whole expected header, so it compares 64 bytes. If they differ, it uses `parse`
 to report the difference. A header's `nbytes` never causes an unbounded allocation: control messages are bounded by
-`MAX_CONTROL`, point-to-point messages by the receiver's buffer or `MAX_EAGER`.
+`MAX_CONTROL`, point-to-point messages by `MAX_EAGER` until a `recv` requests them. `generation/message_format.py` has
+the format of an eager message's payload and of an offer's.
 """
 
 from __future__ import annotations

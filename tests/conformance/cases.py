@@ -82,10 +82,16 @@ class Case:
         if self.collective == "all_to_all" and self.pass_counts:
             named["send_counts"] = self.rows[rank * size : (rank + 1) * size]
             named["recv_counts"] = self.rows[rank::size]
-        if self.out and x is not None and self.collective in (*REDUCING, "all_gather"):
-            rows = self.rows[rank] if self.collective == "reduce_scatter" else sum(self.rows)
-            named["out"] = laid_out(np.zeros((rows, *self.tail), x.dtype), self.layout)
+        if self.out and self.collective != "broadcast":
+            rows = self._result_rows(rank, size)
+            named["out"] = laid_out(np.zeros((rows, *self.tail), self.kind.storage), self.layout)
         return getattr(on, self.collective)(x, **named)
+
+    def _result_rows(self, rank: int, size: int) -> int:
+        """Return the length of the first axis of a rank's result."""
+        if self.collective == "all_to_all":
+            return sum(self.rows[rank::size])
+        return self.rows[rank] if self.collective in SPLIT else sum(self.rows)
 
     def expected(self, inputs: Sequence[Array], topology: Topology, inside: str) -> list[Array | None]:
         """Return the expected result on each rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 import time
 import tracemalloc
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 import gradwire as gw
+from gradwire.arrays import parse_dtype
 from gradwire.collectives import DEFAULTS
 from gradwire.generation.establish import Endpoint
+from gradwire.generation.message_format import MAX_DESCRIPTION, Description
 from gradwire.group.internals import parts_of
 from gradwire.identity import Identity
 from gradwire.job.init import connect_in_process
@@ -27,6 +30,7 @@ from support.captured_log import CapturedLog
 from support.captured_log import captured_fixture as captured_fixture
 from support.in_process import groups_fixture as groups_fixture
 from support.in_process import pair_fixture as pair_fixture
+from support.messages import described
 from support.ranks import eventually, run_ranks
 
 LONG = 60.0
@@ -45,6 +49,17 @@ def header(sender: gw.Group, kind: int, nbytes: int = 0, **fields: int) -> bytes
         nbytes=nbytes,
         **(known | fields),
     ).pack()
+
+
+def offer(sender: gw.Group, nbytes: int, describing: int | None = None, **fields: int) -> bytes:
+    """Return an offer of a message, whose description may be that of another size."""
+    description = described(nbytes if describing is None else describing)
+    size = {"tile": nbytes & 0xFFFFFFFF, "round": nbytes >> 32}
+    return header(sender, Kind.OFFER, len(description), **(size | fields)) + description
+
+
+def eager(sender: gw.Group, description: bytes, data: bytes, **fields: int) -> bytes:
+    return header(sender, Kind.EAGER, len(description) + len(data), **fields) + description + data
 
 
 def link(group: gw.Group, channel: int, peer: int = 0) -> Link:
@@ -185,10 +200,18 @@ def test_control_channel_peer_that_reads_no_answers_is_lost_at_a_memory_limit(mo
 
 INVALID_MESSAGES: dict[str, Callable[[gw.Group], bytes]] = {
     "eager 8 GiB": lambda group: header(group, Kind.EAGER, 8 * GIB),
-    "eager, a byte too many": lambda group: header(group, Kind.EAGER, MAX_EAGER + 1),
+    "eager, a byte too many": lambda group: header(group, Kind.EAGER, MAX_EAGER + MAX_DESCRIPTION + 1),
     "payload 8 GiB": lambda group: header(group, Kind.PAYLOAD, 8 * GIB),
     "payload that nobody asked for": lambda group: header(group, Kind.PAYLOAD, 8),
-    "offer with a payload": lambda group: header(group, Kind.OFFER, 8 * GIB),
+    "offer with a description of 8 GiB": lambda group: header(group, Kind.OFFER, 8 * GIB),
+    "offer without a description": lambda group: header(group, Kind.OFFER),
+    "offer of another size than described": lambda group: offer(group, 8 * GIB, describing=8),
+    "eager without a description": lambda group: header(group, Kind.EAGER, 2) + bytes(2),
+    "eager, shorter than described": lambda group: eager(group, described(GIB), b"x"),
+    "eager, longer than described": lambda group: eager(group, described(1), b"xx"),
+    "eager with an unknown dtype": lambda group: eager(group, b"\xff" + described(1)[1:], b"x"),
+    "eager with 255 dimensions": lambda group: eager(group, b"\x09\xff\x00" + bytes(255 * 8), b""),
+    "eager with a negative tag": lambda group: eager(group, described(1), b"x", fingerprint=(1 << 64) - 2),
     "accept with a payload": lambda group: header(group, Kind.ACCEPT, 8 * GIB),
     "withdrawal with a payload": lambda group: header(group, Kind.WITHDRAW, 1),
     "control": lambda group: header(group, Kind.CONTROL, 0),
@@ -210,10 +233,44 @@ def test_message_channel_invalid_message_raises_peer_lost_for_its_sender(groups:
 def test_message_channel_offer_of_8_gib_allocates_nothing(pair: list[gw.Group]) -> None:
     attacker = pair[1]
     attacker.send(np.zeros(1), dst=0)
-    link(attacker, MESSAGE_CHANNEL).send([header(attacker, Kind.OFFER, sequence=5, tile=0, round=2)])
+    link(attacker, MESSAGE_CHANNEL).send([offer(attacker, 8 * GIB, sequence=5)])
     with pytest.raises(gw.SizeMismatch, match=rf"rank 1 sent {8 * GIB} bytes with tag 0, the buffer has 80"):
         pair[0].recv(np.zeros(1), src=1)
         pair[0].recv(np.zeros(10), src=1)
+    run_ranks(pair, lambda group: group.barrier())
+
+
+def test_recv_without_a_buffer_of_an_offer_without_payload_times_out(pair: list[gw.Group]) -> None:
+    """The array of 8 GiB is allocated, but no page of it is used before data arrives."""
+    attacker = pair[1]
+    attacker.send(np.zeros(1), dst=0, tag=1)
+    link(attacker, MESSAGE_CHANNEL).send([offer(attacker, 8 * GIB, sequence=5)])
+    assert pair[0].probe(src=1).nbytes == 8 * GIB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(2):
+        with pytest.raises(gw.Timeout, match="the recv can be repeated"):
+            pair[0].recv(src=1, timeout=0.05)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000  # KiB
+    run_ranks(pair, lambda group: group.barrier())
+
+
+def test_recv_without_a_buffer_of_an_impossible_shape_raises_array_error(pair: list[gw.Group]) -> None:
+    attacker = pair[1]
+    attacker.send(np.zeros(1), dst=0, tag=1)
+    description = Description(parse_dtype("int8"), (1 << 62, 1 << 62, 0)).pack()  # 0 bytes, but not for NumPy
+    link(attacker, MESSAGE_CHANNEL).send([eager(attacker, description, b"")])
+    with pytest.raises(gw.ArrayError, match=r"no memory for the message of rank 1, 0 bytes.* is kept"):
+        pair[0].recv(src=1)
+    assert pair[0].recv(np.zeros(0), src=1) == 1
+
+
+def test_recv_without_a_buffer_of_more_than_the_memory_raises_array_error(pair: list[gw.Group]) -> None:
+    attacker = pair[1]
+    attacker.send(np.zeros(1), dst=0, tag=1)
+    link(attacker, MESSAGE_CHANNEL).send([offer(attacker, 1 << 62, sequence=5)])
+    for _ in range(2):
+        with pytest.raises(gw.ArrayError, match=f"no memory for the message of rank 1, {1 << 62} bytes.* is kept"):
+            pair[0].recv(src=1)
     run_ranks(pair, lambda group: group.barrier())
 
 
@@ -224,7 +281,7 @@ def test_message_channel_forged_source_counts_as_the_rank_of_the_link() -> None:
         attacker, victim, honest = groups[1], groups[0], groups[2]
         attacker.send(np.zeros(1), dst=0, tag=1)
         for source in (2, 7):
-            forged = header(attacker, Kind.EAGER, 8, source=source) + np.full(1, 9.0).tobytes()
+            forged = eager(attacker, described(8), np.full(1, 9.0).tobytes(), source=source)
             link(attacker, MESSAGE_CHANNEL).send([forged])
         attacker.send(np.ones(1), dst=0, tag=2)  # sent after the forged ones, on the same link
         x = np.zeros(1)
@@ -248,7 +305,7 @@ def test_message_channel_offers_beyond_the_limit_are_not_read(
     attacker.send(np.zeros(1), dst=0)
     one = link(attacker, MESSAGE_CHANNEL)
     number = 1
-    while one.send([header(attacker, Kind.OFFER, sequence=number, fingerprint=number)]) == 64:
+    while one.send([message := offer(attacker, GIB, sequence=number, fingerprint=number)]) == len(message):
         number += 1  # until the link is full, because it is not read any more
     assert parts_of(pair[0]).generation.mailbox.unmatched_bytes(1) < 1_000_000
     run_ranks(pair, lambda group: group.barrier())

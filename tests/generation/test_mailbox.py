@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from gradwire.arrays import DTYPES, parse_dtype
 from gradwire.generation import mailbox
-from gradwire.generation.mailbox import IncomingMessage, Mailbox, Request, UnmatchedMessages
+from gradwire.generation.mailbox import Mailbox
+from gradwire.generation.message_format import MAX_DESCRIPTION, Description, parse_description
+from gradwire.generation.messages import IncomingMessage, Request, UnmatchedMessages
 from gradwire.wire import MAX_EAGER, Header, Kind, WireError
+from support.messages import described
 
 GROUP = 1
 
@@ -31,32 +36,37 @@ class MailboxHarness:
         self.room_reports += 1
 
     def eager(self, source: int, tag: int, payload: bytes) -> None:
-        head = header(Kind.EAGER, source, tag, len(payload))
+        content = described(len(payload)) + payload
+        self._arrive(source, header(Kind.EAGER, source, tag, len(content)), content)
+
+    def _arrive(self, source: int, head: Header, content: bytes) -> None:
         memory = self.box.begin(source, head)
-        memory[:] = payload
+        memory[:] = content
         self.box.finish(source, head, memory)
 
-    def offer(self, source: int, tag: int, nbytes: int, identity: int) -> None:
-        head = header(Kind.OFFER, source, tag, sequence=identity, offered=nbytes)
-        self.box.finish(source, head, self.box.begin(source, head))
+    def offer(self, source: int, tag: int, nbytes: int, identity: int, *, waits: bool = False) -> None:
+        content = described(nbytes, waits=waits)
+        self._arrive(source, header(Kind.OFFER, source, tag, len(content), sequence=identity, offered=nbytes), content)
 
     def payload(self, source: int, identity: int, payload: bytes) -> None:
-        head = header(Kind.PAYLOAD, source, 0, len(payload), sequence=identity)
-        memory = self.box.begin(source, head)
-        memory[:] = payload
-        self.box.finish(source, head, memory)
+        self._arrive(source, header(Kind.PAYLOAD, source, 0, len(payload), sequence=identity), payload)
 
     def withdraw(self, source: int, identity: int) -> None:
         head = header(Kind.WITHDRAW, source, 0, sequence=identity)
         self.box.finish(source, head, self.box.begin(source, head))
 
-    def recv(self, nbytes: int, source: int | None, tag: int) -> Request:
-        request = Request(GROUP, source, tag, memoryview(bytearray(nbytes)))
+    def recv(self, nbytes: int | None, source: int | None, tag: int) -> Request:
+        request = Request(GROUP, source, tag, None if nbytes is None else memoryview(bytearray(nbytes)))
         self.box.post_request(request)
         return request
 
     def cancel(self, request: Request) -> bool:
         return self.box.cancel_request(request, lambda *what: self.redirected.append(what))
+
+
+def data(request: Request) -> bytes:
+    assert request.target is not None
+    return bytes(request.target)
 
 
 def test_mailbox_message_completes_the_recv_that_waits_for_it() -> None:
@@ -66,15 +76,15 @@ def test_mailbox_message_completes_the_recv_that_waits_for_it() -> None:
     harness.eager(2, 4, b"abc")
     assert not waiting.done
     harness.eager(2, 5, b"xyz")
-    assert (waiting.sender, bytes(waiting.target)) == (2, b"xyz")
+    assert (waiting.sender, data(waiting)) == (2, b"xyz")
 
 
 def test_mailbox_recv_gets_the_message_that_arrived_first() -> None:
     harness = MailboxHarness()
     for payload in (b"1", b"2"):
         harness.eager(2, 5, payload)
-    assert bytes(harness.recv(1, None, 5).target) == b"1"
-    assert bytes(harness.recv(1, 2, 5).target) == b"2"
+    assert data(harness.recv(1, None, 5)) == b"1"
+    assert data(harness.recv(1, 2, 5)) == b"2"
     assert not harness.recv(1, 2, 5).done
 
 
@@ -90,7 +100,7 @@ def test_mailbox_long_message_is_accepted_by_a_recv_and_written_into_its_buffer(
     assert memory is request.target
     memory[:] = b"long"
     harness.box.finish(2, head, memory)
-    assert (request.sender, bytes(request.target)) == (2, b"long")
+    assert (request.sender, data(request)) == (2, b"long")
 
 
 def test_mailbox_payload_that_is_repeated_or_withdrawn_halfway_is_refused() -> None:
@@ -107,7 +117,7 @@ def test_mailbox_payload_that_is_repeated_or_withdrawn_halfway_is_refused() -> N
         harness.offer(2, 5, nbytes=4, identity=77)
     memory[:] = b"long"
     harness.box.finish(2, head, memory)
-    assert (request.sender, bytes(request.target)) == (2, b"long")
+    assert (request.sender, data(request)) == (2, b"long")
     harness.offer(2, 5, nbytes=4, identity=77)  # the first message has ended, so the identity may be used again
 
 
@@ -127,8 +137,8 @@ def test_mailbox_payload_that_was_not_accepted_is_refused() -> None:
         harness.box.begin(2, header(Kind.PAYLOAD, 2, 5, 5, sequence=77))
 
 
-@pytest.mark.parametrize("kind", [Kind.OFFER, Kind.ACCEPT, Kind.WITHDRAW])
-def test_mailbox_offer_accept_or_withdraw_with_a_payload_is_refused(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Kind.ACCEPT, Kind.WITHDRAW])
+def test_mailbox_accept_or_withdraw_with_a_payload_is_refused(kind: Kind) -> None:
     with pytest.raises(WireError):
         MailboxHarness().box.begin(1, header(kind, 1, 0, 1))
 
@@ -140,9 +150,14 @@ def test_mailbox_message_of_another_kind_is_refused(kind: Kind) -> None:
 
 
 def test_mailbox_eager_message_above_the_limit_is_refused() -> None:
-    assert len(MailboxHarness().box.begin(1, header(Kind.EAGER, 1, 0, MAX_EAGER))) == MAX_EAGER
+    harness = MailboxHarness()
+    harness.eager(1, 0, bytes(MAX_EAGER))
+    with pytest.raises(WireError, match=f"a message of {MAX_EAGER + 1} bytes"):
+        harness.eager(1, 0, bytes(MAX_EAGER + 1))
     with pytest.raises(WireError):
-        MailboxHarness().box.begin(1, header(Kind.EAGER, 1, 0, MAX_EAGER + 1))
+        harness.box.begin(1, header(Kind.EAGER, 1, 0, MAX_EAGER + MAX_DESCRIPTION + 1))
+    with pytest.raises(WireError):
+        harness.box.begin(1, header(Kind.OFFER, 1, 0, MAX_DESCRIPTION + 1))
 
 
 def test_mailbox_recv_after_a_withdrawn_offer_gets_the_next_message() -> None:
@@ -157,7 +172,7 @@ def test_mailbox_recv_after_a_withdrawn_offer_gets_the_next_message() -> None:
     harness.withdraw(2, 2)  # the withdrawal and the acceptance cross
     assert not request.done
     harness.eager(2, 5, b"next")
-    assert bytes(request.target) == b"next"
+    assert data(request) == b"next"
 
 
 def test_mailbox_own_offer_is_either_accepted_or_withdrawn() -> None:
@@ -186,11 +201,11 @@ def test_mailbox_recv_cancelled_halfway_leaves_its_message_first_in_the_queue() 
     assert [old for _, old, _ in harness.redirected] == [first.target, second.target]
     harness.payload(2, 1, b"one.")
     assert bytes(private[0]) == b"one."
-    assert bytes(first.target) == bytes(4)
+    assert data(first) == bytes(4)
     got = [harness.recv(4, 2, 5) for _ in range(3)]
     harness.payload(2, 2, b"two.")
     harness.payload(2, 3, b"tri.")
-    assert [bytes(request.target) for request in got] == [b"one.", b"two.", b"tri."]
+    assert [data(request) for request in got] == [b"one.", b"two.", b"tri."]
 
 
 def test_mailbox_recv_that_is_done_cannot_be_cancelled() -> None:
@@ -221,6 +236,76 @@ def test_mailbox_unmatched_messages_are_counted_and_new_room_is_reported(monkeyp
         harness.offer(2, 6, nbytes=1 << 40, identity=count)
         count += 1
     assert harness.box.overfull(2), "an offer must count as an offer, not as the size that it claims"
+
+
+def test_mailbox_recv_without_a_buffer_gets_an_array_of_the_described_shape() -> None:
+    harness = MailboxHarness()
+    request = harness.recv(None, 2, 5)
+    assert request.array is None
+    harness.eager(2, 5, b"abc")
+    assert request.array is not None
+    assert (request.array.tobytes(), request.array.dtype, request.array.shape) == (b"abc", np.uint8, (3,))
+    harness.offer(2, 5, nbytes=4, identity=7)
+    long = harness.recv(None, None, 5)
+    assert harness.accepted == [(2, 7)]
+    harness.payload(2, 7, b"long")
+    assert (long.sender, data(long)) == (2, b"long")
+
+
+def test_mailbox_recv_without_a_buffer_after_a_withdrawal_gets_a_message_of_another_size() -> None:
+    harness = MailboxHarness()
+    request = harness.recv(None, 2, 5)
+    harness.offer(2, 5, nbytes=4, identity=1)
+    harness.withdraw(2, 1)  # the withdrawal and the acceptance cross
+    harness.eager(2, 5, b"shorter or longer")
+    assert data(request) == b"shorter or longer"
+
+
+def test_mailbox_recv_without_a_buffer_cancelled_halfway_leaves_its_message() -> None:
+    harness = MailboxHarness()
+    harness.offer(2, 5, nbytes=4, identity=1)
+    assert harness.cancel(harness.recv(None, 2, 5))
+    assert not harness.redirected, "the memory is private, so the payload may continue to arrive there"
+    second = harness.recv(4, 2, 5)
+    harness.payload(2, 1, b"long")
+    assert (second.sender, data(second)) == (2, b"long")
+
+
+def test_mailbox_peek_leaves_the_message_for_the_recv() -> None:
+    harness = MailboxHarness()
+    wanted = Request(GROUP, None, 5, None)
+    assert harness.box.peek(wanted) is None
+    harness.offer(2, 5, nbytes=4, identity=1)
+    for _ in range(2):
+        found = harness.box.peek(wanted)
+        assert found is not None
+        assert (found.source, found.nbytes, found.description.shape) == (2, 4, (4,))
+    assert not harness.accepted
+    harness.recv(4, 2, 5)
+    assert harness.box.peek(wanted) is None
+
+
+def test_mailbox_blocked_sender_is_one_that_waits_for_a_recv() -> None:
+    harness = MailboxHarness()
+    harness.eager(2, 5, b"x")
+    harness.offer(2, 5, nbytes=4, identity=1)
+    assert not harness.box.blocked_sender(2)
+    harness.offer(2, 6, nbytes=4, identity=2, waits=True)
+    assert harness.box.blocked_sender(2)
+    assert not harness.box.blocked_sender(1)
+    harness.recv(4, 2, 6)
+    assert not harness.box.blocked_sender(2)
+
+
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 2**63 - 1), max_size=64), st.booleans())
+def test_description_is_parsed_as_it_was_packed(dtype: str, shape: list[int], waits: bool) -> None:
+    description = Description(parse_dtype(dtype), tuple(shape), waits)
+    packed = description.pack()
+    assert len(packed) <= MAX_DESCRIPTION
+    assert parse_description(packed + b"data") == description
+    for cut in range(len(packed)):
+        with pytest.raises(WireError):
+            parse_description(packed[:cut])
 
 
 def test_mailbox_tag_without_messages_uses_no_memory() -> None:
@@ -277,7 +362,7 @@ class MailboxMachine(RuleBasedStateMachine):
         for request in [request for request in self.waiting if request.done]:
             self.waiting.remove(request)
             assert request.sender is not None
-            assert bytes(request.target) == self.sent[request.sender, request.tag].pop(0)
+            assert data(request) == self.sent[request.sender, request.tag].pop(0)
 
     @rule(source=st.integers(0, 1), tag=st.integers(0, 1))
     def eager(self, source: int, tag: int) -> None:
@@ -303,7 +388,7 @@ class MailboxMachine(RuleBasedStateMachine):
         heads = [queue[0] for key, queue in before.items() if queue and key[1] == tag and source in (None, key[0])]
         if heads:
             expected = min(heads)  # payloads are numbered in the order of their arrival
-            assert bytes(request.target) == expected
+            assert data(request) == expected
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 5))

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.generation.mailbox import Request
+from gradwire.generation.messages import Request
 from gradwire.group.internals import parts_of
 from gradwire.liveness.verdict import Finding
 from gradwire.transports.frames import Outbox
 from gradwire.wire import Header, Kind
+from support.messages import described
 
 LONG = 60.0
 WORLD, TAG, NBYTES = 1, 7, 1 << 20
@@ -26,7 +27,9 @@ def test_offer_accepted_while_the_generation_breaks_does_not_deadlock(monkeypatc
     one.recv(np.zeros(1), src=1)  # opens a link for the acceptance
     control, mailbox = parts_of(one).generation.control, parts_of(one).generation.mailbox
     in_control, in_mailbox = threading.Event(), threading.Event()
-    mailbox.finish(1, Header(Kind.OFFER, 0, 1, 1, WORLD, 1, TAG, NBYTES, 0, 0), memoryview(b""))
+    description = described(NBYTES)
+    head = Header(Kind.OFFER, 0, 1, 1, WORLD, 1, TAG, NBYTES, 0, len(description))
+    mailbox.finish(1, head, memoryview(description))
 
     def accept() -> None:
         mailbox.post_request(Request(WORLD, 1, TAG, memoryview(bytearray(NBYTES))))

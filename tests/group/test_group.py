@@ -297,7 +297,13 @@ def test_copy_within_a_rank_handles_strides_and_overlap_and_refuses_other_sizes(
 # -- documentation -----------------------------------------------------------------------------------------------------
 
 
-INSIDE = {"Work.run", "Work.call_back", "Work.acknowledge_error", "Work.expedite"}  # for gradwire itself, not for users
+INSIDE = {
+    "Work.run",
+    "Work.call_back",
+    "Work.acknowledge_error",
+    "Work.await_end",
+    "Work.expedite",
+}  # for gradwire itself, not for users
 
 
 def public_members() -> Iterator[tuple[str, Any]]:

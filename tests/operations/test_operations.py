@@ -83,6 +83,20 @@ NONSENSE: dict[str, tuple[Callable[[gw.Group], Any], type[Exception], str]] = {
         gw.ArrayError,
         "but this rank's part is float64",
     ),
+    "an out of another size": (lambda g: g.all_to_all(X, out=np.zeros(5)), gw.ArrayError, r"part is float64\[6\]"),
+    "an out of another size than recv_counts": (
+        lambda g: g.all_to_all(X, recv_counts=[1, 2, 3], out=np.zeros(5)),
+        gw.ArrayError,
+        r"part is float64\[6\]",
+    ),
+    "an out of another type for all_to_all": (
+        lambda g: g.all_to_all(X, out=np.zeros(6, int)),
+        gw.ArrayError,
+        "x is float64",
+    ),
+    "an out of all_to_all on top of x": (lambda g: g.all_to_all(X, out=X), gw.ArrayError, "out overlaps x"),
+    "a read-only out of scatter": (lambda g: g.scatter(X, out=READ_ONLY), gw.ArrayError, "read-only"),
+    "an out of scatter that is no array": (lambda g: g.scatter(X, out=[0, 0]), gw.ArrayError, "got list"),
     "an out that is read-only": (lambda g: g.all_gather(X, out=READ_ONLY), gw.ArrayError, "read-only"),
     "a timeout in words": (lambda g: g.all_reduce(X, timeout="1"), gw.InvalidSize, "timeout is '1'"),  # type: ignore[arg-type]
     "a queued mean of integers": (
@@ -168,6 +182,53 @@ def test_all_gather_and_reduce_scatter_with_out_write_into_it(three: Crew) -> No
             assert group.reduce_scatter(np.arange(6.0) + turn, out=part) is part
             assert part.tolist() == [3.0 * (2 * group.rank + i + turn) for i in range(2)]
         assert group.stream().all_gather(row, out=gathered[::-1]).wait()[0, 0] == 20.0
+
+    three.run(program)
+
+
+def test_gather_scatter_and_all_to_all_with_out_write_into_it(three: Crew) -> None:
+    def program(group: gw.Group) -> None:
+        wide = np.zeros((3, 4))
+        target, rank = wide[:, ::2], group.rank  # strided
+        expected = [[float(one)] * 2 for one in range(3)]
+        joined = group.gather(np.full((1, 2), float(rank)), root=1, out=target if rank == 1 else "ignored")
+        assert joined is (target if rank == 1 else None)
+        assert target.tolist() == (expected if rank == 1 else np.zeros((3, 2)).tolist())
+        part = np.zeros(2)
+        assert group.scatter(np.arange(6.0) if rank == 2 else None, root=2, out=part) is part
+        assert part.tolist() == [2.0 * rank, 2.0 * rank + 1]
+        received = np.zeros(3)
+        assert group.all_to_all(np.arange(3.0) + 10 * rank, out=received) is received
+        assert received.tolist() == [rank, rank + 10.0, rank + 20.0]
+        work = group.stream().all_to_all(np.arange(3.0), send_counts=[0, 3, 0], out=np.zeros(9 * (rank == 1)))
+        assert work.result.tolist() == [0.0, 1.0, 2.0] * 3 * (rank == 1)
+        assert wide[:, 1::2].sum() == 0
+
+    three.run(program)
+
+
+def test_gather_scatter_and_all_to_all_with_an_out_that_does_not_fit_raise_on_that_rank_only(three: Crew) -> None:
+    """The dtype or the size of the result is known only when the other ranks have sent something."""
+
+    def refused(call: Callable[[], Any], words: str) -> None:
+        with pytest.raises(gw.ArrayError, match=words):
+            call()
+
+    def program(group: gw.Group) -> None:
+        rank, out = group.rank, np.full(5, -1.0)
+        x = np.arange(3.0)
+        words = r"out is float64\[5\], but the result is float64\[9\]"
+        if rank == 0:
+            refused(lambda: group.gather(x, out=out), words)
+            refused(lambda: group.all_to_all(x, send_counts=[3, 0, 0], out=out), words)
+            assert group.scatter(np.arange(6, dtype=np.float32)).tolist() == [0, 1]
+        else:
+            assert group.gather(x, out=out) is None
+            assert group.all_to_all(x, send_counts=[3, 0, 0]).size == 0
+            words = r"but the result is float32\[2\]"
+            refused(lambda: group.scatter(out=out if rank == 1 else np.zeros(2)), words)
+        assert out.tolist() == [-1.0] * 5
+        group.barrier()
 
     three.run(program)
 

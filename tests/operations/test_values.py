@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
+from gradwire.arrays import parse_dtype
 from gradwire.operations import values
 from gradwire.topology import Topology
 from support.crews import TRANSPORTS, Crew, crew_of
@@ -45,6 +46,22 @@ def test_value_with_odd_text_and_numbers_reaches_all_ranks(three: Crew) -> None:
     for received in three.run(lambda group: group.broadcast_value(value)):
         assert received.pop("nan") != received.get("nan")
         assert received == {"ünï": "☃ \ud800 \0", "big": 10**1000, "tuple": [1, [2]], "": [], "inf": -math.inf}
+
+
+def test_value_with_numbers_of_numpy_arrives_with_python_numbers(three: Crew) -> None:
+    given = [
+        np.float32(0.5),
+        np.float64(2),
+        np.float16(3),
+        parse_dtype("bfloat16").storage.type(4),
+        np.int64(5),
+        np.uint8(6),
+    ]
+    value = {"numbers": given, "flag": np.bool_(True)}
+    for received in three.run(lambda group: group.broadcast_value(value)):
+        assert received == {"numbers": [0.5, 2.0, 3.0, 4.0, 5, 6], "flag": True}
+        assert [type(number) for number in received["numbers"]] == [float] * 4 + [int] * 2
+        assert received["flag"] is True
 
 
 def test_value_of_several_megabytes_reaches_all_ranks(three: Crew) -> None:
@@ -87,7 +104,8 @@ UNSENDABLE: dict[str, tuple[Any, str]] = {
     "a set": ({1, 2}, "not JSON serializable"),
     "bytes": (b"raw", "not JSON serializable"),
     "an array": (np.zeros(3), "not JSON serializable"),
-    "a NumPy number": ({"loss": np.float32(1)}, "not JSON serializable"),
+    "a complex number of NumPy": ({"loss": np.complex64(1)}, "not JSON serializable"),
+    "a time of NumPy": (np.datetime64("2020"), "not JSON serializable"),
     "a number as key": ({"a": [{1: 2}]}, "the key 1 is not a string"),
     "None as key": ({None: 2}, "the key None is not a string"),
     "a circular list": (circular_list(), "only JSON-like values"),

@@ -85,5 +85,6 @@ class Clock:
 def message_clock_fixture(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the clock for the deadlines of point-to-point messages."""
     clock = Clock()
-    monkeypatch.setattr("gradwire.group.point_to_point.time", clock)
+    for module in ("message_endpoint", "sending", "receiving", "point_to_point", "message_works"):
+        monkeypatch.setattr(f"gradwire.group.{module}.time", clock)
     return clock

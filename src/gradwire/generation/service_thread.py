@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 
 from gradwire.generation.control_gather import GatherRounds
 from gradwire.generation.failure_path import FailurePath
-from gradwire.generation.mailbox import IncomingMessage, Mailbox, MessageSink
+from gradwire.generation.mailbox import Mailbox, MessageSink
+from gradwire.generation.messages import IncomingMessage
 from gradwire.generation.waiting import DRAIN_SECONDS
 from gradwire.identity import Identity
 from gradwire.liveness.control import Control, ControlSink

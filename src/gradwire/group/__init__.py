@@ -7,8 +7,14 @@ progress_queue        queued operations, and the thread that runs them
 group_links           the links between a group's ranks, and the executor that uses them
 schedule_runner       runs the schedules of a call
 runner                runs a group's operations one at a time, in the program's order
+message_endpoint      this rank as the end of messages between two ranks: peers, checks, errors
+sending               sends messages
+receiving             receives messages, and describes those that have arrived
 point_to_point        messages between two ranks, outside of that order
-point_to_point_calls  the calls of a group that send and receive them
+delivery              the thread that completes messages for which no thread waits
+message_works         the works of isend and irecv
+copies                copies from one rank to another, made now or queued
+point_to_point_calls  the calls of a group that send and receive messages
 collective_calls      the collectives of a group
 stream                `Stream`: the same collectives, queued
 group                 `Group`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.arrays import Array, Counts
+from gradwire.arrays import Counts
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.work import bounded
 from gradwire.liveness.call_log import call_site
@@ -152,20 +152,25 @@ class CollectiveCalls:
             return done
         return self._now(split_join.all_gather(self._position, x, out=out, algorithm=algorithm), timeout)
 
-    def gather(self, x: Any, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None) -> Array | None:
+    def gather(
+        self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None
+    ) -> Any:
         """Join every rank's x along the first axis, in rank order, on the root.
 
         Args:
             x: An array. The length of the first axis may differ between ranks, the other axes may not.
             root: The rank that gets the result.
+            out: On the root, an array for the result, with the dtype of x and exactly as many elements as all ranks' x
+                together. Ignored on the other ranks.
             algorithm: "auto", or a name from `group.capabilities.algorithms["gather"]`.
             timeout: Seconds that this call may take. None means the group's timeout.
 
         Returns:
-            On the root, a new array. None on the other ranks.
+            On the root, a new array, or `out` if it was given. None on the other ranks.
 
         Raises:
-            ArrayError: x cannot be used (not in CPU memory, unknown dtype).
+            ArrayError: x cannot be used (not in CPU memory, unknown dtype), or `out` does not fit the result. An `out`
+                of the wrong size fails the root's call only.
             InvalidRank: The group has no rank `root`.
             UnsupportedOp: The algorithm does not exist.
             Broken: Another rank failed or called something else. See `Group`.
@@ -174,9 +179,7 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.gather(np.zeros((2, 3)), root=0).shape
         (2, 3)
         """
-        operation = split_join.gather(self._position, x, root, algorithm=algorithm)
-        result: Array | None = self._now(operation, timeout)
-        return result
+        return self._now(split_join.gather(self._position, x, root, out=out, algorithm=algorithm), timeout)
 
     def reduce_scatter(
         self,
@@ -224,24 +227,27 @@ class CollectiveCalls:
         root: int = 0,
         *,
         counts: Counts | None = None,
+        out: Any = None,
         algorithm: str = "auto",
         timeout: float | None = None,
-    ) -> Array:
+    ) -> Any:
         """Split the root's x along the first axis. Rank i gets part i.
 
         Args:
             x: On the root, an array. Other ranks may pass None; what they pass is ignored.
             root: The rank whose x is split.
             counts: The number of rows of each rank's part. None means equal parts on the root, and no check elsewhere.
+            out: An array for the result, with the dtype of the root's x and exactly as many elements as this rank's
+                part.
             algorithm: "auto", or a name from `group.capabilities.algorithms["scatter"]`.
             timeout: Seconds that this call may take. None means the group's timeout.
 
         Returns:
-            This rank's part, as a new array.
+            This rank's part: a new array, or `out` if it was given.
 
         Raises:
             ArrayError: The root passed no array, or one that cannot be used. Raised on every rank; the group stays
-                usable.
+                usable. Or `out` does not fit this rank's part: that fails this rank's call only.
             InvalidSize: The root's `counts` do not add up to the rows of x, or without `counts` the rows cannot be
                 split evenly. Raised on every rank; the group stays usable.
             InvalidRank: The group has no rank `root`.
@@ -252,9 +258,8 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.scatter(np.arange(3), root=0)
         array([0, 1, 2])
         """
-        operation = split_join.scatter(self._position, x, root, counts=counts, algorithm=algorithm)
-        result: Array = self._now(operation, timeout)
-        return result
+        operation = split_join.scatter(self._position, x, root, counts=counts, out=out, algorithm=algorithm)
+        return self._now(operation, timeout)
 
     def all_to_all(
         self,
@@ -262,9 +267,10 @@ class CollectiveCalls:
         send_counts: Counts | None = None,
         recv_counts: Counts | None = None,
         *,
+        out: Any = None,
         algorithm: str = "auto",
         timeout: float | None = None,
-    ) -> Array:
+    ) -> Any:
         """Send part j of x to rank j, and return the parts that all ranks sent to this one, joined in rank order.
 
         Args:
@@ -272,14 +278,16 @@ class CollectiveCalls:
             send_counts: The number of rows for each rank. None means equal parts.
             recv_counts: The number of rows that this rank expects from each rank. A difference is an error. None means
                 that the numbers are not checked. If one rank passes any counts, every rank must pass some.
+            out: An array for the result, with the dtype of x and exactly as many elements as this rank receives.
             algorithm: "auto", or a name from `group.capabilities.algorithms["all_to_all"]`.
             timeout: Seconds that this call may take. None means the group's timeout.
 
         Returns:
-            The received parts, as a new array.
+            The received parts: a new array, or `out` if it was given.
 
         Raises:
-            ArrayError: x cannot be used (not in CPU memory, unknown dtype).
+            ArrayError: x cannot be used (not in CPU memory, unknown dtype), or `out` does not fit the result. If only
+                the other ranks know the size of the result, an `out` of the wrong size fails this rank's call only.
             InvalidSize: `send_counts` do not add up to the rows of x, or without them the rows cannot be split evenly.
             UnsupportedOp: The algorithm does not exist.
             Broken: Another rank failed, called something else, or sends other counts than `recv_counts`. See `Group`.
@@ -288,9 +296,8 @@ class CollectiveCalls:
         >>> with gw.init() as group: group.all_to_all(np.arange(3), send_counts=[3])
         array([0, 1, 2])
         """
-        operation = split_join.all_to_all(self._position, x, send_counts, recv_counts, algorithm=algorithm)
-        result: Array = self._now(operation, timeout)
-        return result
+        operation = split_join.all_to_all(self._position, x, send_counts, recv_counts, out=out, algorithm=algorithm)
+        return self._now(operation, timeout)
 
     def all_reduce_named(
         self, tensors: dict[str, Any], op: str = "sum", *, algorithm: str = "auto", timeout: float | None = None
@@ -344,7 +351,8 @@ class CollectiveCalls:
 
         Args:
             value: On the root, a JSON-like value: numbers, strings, booleans, None, lists and dicts with string keys.
-                Tuples arrive as lists. Other ranks may omit it.
+                It arrives as JSON would return it: tuples become lists, and NumPy's numbers become Python numbers.
+                Other ranks may omit it.
             root: The rank whose value is sent.
             timeout: Seconds that this call may take. None means the group's timeout.
 
@@ -364,8 +372,9 @@ class CollectiveCalls:
         """Return the values of all ranks, as a list in rank order.
 
         Args:
-            value: A JSON-like value: numbers, strings, booleans, None, lists and dicts with string keys. Tuples arrive
-                as lists. Its type may differ between ranks.
+            value: A JSON-like value: numbers, strings, booleans, None, lists and dicts with string keys. It arrives as
+                JSON would return it: tuples become lists, and NumPy's numbers become Python numbers. Its type may
+                differ between ranks.
             timeout: Seconds that this call may take. None means the group's timeout.
 
         Raises:

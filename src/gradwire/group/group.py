@@ -48,8 +48,8 @@ class Group(CollectiveCalls, PointToPointCalls):
 
     Collectives (`all_reduce`, `broadcast`, `barrier` …) must be called by all ranks of the group, in the same order and
     with matching arguments. A group has one order of calls, the order of the program: calls made here and calls queued
-    on a `Stream` run one at a time in that order. Point-to-point calls (`send`, `recv`, `sendrecv`, `copy`) are outside
-    of that order, and are matched by peer and tag. Any thread may make calls.
+    on a `Stream` run one at a time in that order. Point-to-point calls (`send`, `recv`, `isend`, `irecv`, `probe`,
+    `sendrecv`, `copy`) are outside of that order, and are matched by peer and tag. Any thread may make calls.
 
     Arrays can be NumPy arrays, CPU tensors of any library that supports DLPack (torch, JAX …), and objects with the
     buffer protocol. They may be strided.
@@ -61,8 +61,8 @@ class Group(CollectiveCalls, PointToPointCalls):
     - `Broken` and its subclasses break the group on every rank: `PeerLost` (a rank died or cannot be reached),
       `CollectiveMismatch` (ranks called different things), `Aborted` (a rank gave up), and `GroupTimeout` (a collective
       took too long). Every rank raises the same error, and `error.culprit` is the rank that caused it. In an elastic
-      job `recover` returns a new group. The plain `Timeout` of `send`, `recv`, `Work.wait` or `Stream.synchronize` does
-      not break the group.
+      job `recover` returns a new group. The plain `Timeout` of `send`, `recv`, `probe`, `Work.wait` or
+      `Stream.synchronize` does not break the group.
 
     After `close`, calls raise `Closed`.
 
@@ -271,7 +271,7 @@ class Group(CollectiveCalls, PointToPointCalls):
         >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait()
         array([1., 1.])
         """
-        return Stream(self._runner)
+        return Stream(self._runner, self._copies)
 
     def subgroup(self, ranks: Iterable[int]) -> Group:
         """Return the group of some ranks of this group. Only these ranks call it, all of them.

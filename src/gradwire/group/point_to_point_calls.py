@@ -1,14 +1,18 @@
-"""The methods `send`, `recv`, `sendrecv` and `copy` of `Group`."""
+"""The point-to-point methods of `Group`: `send`, `recv`, `isend`, `irecv`, `probe`, `sendrecv` and `copy`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 from gradwire import arrays
-from gradwire.arrays import raw, view
+from gradwire.arrays import Array, raw, view
 from gradwire.errors import ArrayError, InvalidRank
-from gradwire.group.point_to_point import PointToPoint, checked_tag, copy_tag
-from gradwire.operations.types import check_rank
+from gradwire.generation.message_format import OutgoingMessage
+from gradwire.group.copies import Copies
+from gradwire.group.message_works import MessageWorks
+from gradwire.group.point_to_point import PointToPoint, checked_tag
+from gradwire.group.receiving import Message
+from gradwire.group.work import Work
 
 
 class PointToPointCalls:
@@ -16,6 +20,8 @@ class PointToPointCalls:
 
     def __init__(self, point_to_point: PointToPoint) -> None:
         self._point_to_point = point_to_point
+        self._message_works = MessageWorks(point_to_point)
+        self._copies = Copies(point_to_point)
         self._rank = point_to_point.rank
         self._size = len(point_to_point.members)
 
@@ -23,10 +29,11 @@ class PointToPointCalls:
         """Send the bytes of x to another rank.
 
         Up to 64 KiB, the call copies x and returns; it waits only while too many earlier messages are unread. A longer
-        message waits for the matching `recv`: if two ranks send long messages to each other, use `sendrecv`.
+        message waits for the matching `recv`: if two ranks send long messages to each other, use `sendrecv` or `isend`.
 
         Args:
-            x: An array. Only its bytes travel: the receiver needs a buffer of the same number of bytes.
+            x: An array. A buffer of the receiver needs the same number of bytes, and may have another dtype or shape.
+                For values that are no arrays, use `broadcast_value` or `all_gather_values`.
             dst: The rank that receives.
             tag: A number from 0 to 2**62 - 1. `recv` gets only messages with its own tag.
             timeout: Seconds that the call may take. None means the group's timeout.
@@ -46,25 +53,38 @@ class PointToPointCalls:
         >>> one.close(); two.close()
         """
         peer = self._point_to_point.check_peer(dst)
-        self._point_to_point.send(raw(view(x, writable=False).load()), peer, checked_tag(tag), self._seconds(timeout))
+        message = OutgoingMessage.of(view(x, writable=False))
+        self._point_to_point.send(message, peer, checked_tag(tag), self._seconds(timeout))
 
-    def recv(self, x: Any, src: int | None = None, tag: int = 0, timeout: float | None = None) -> int:
-        """Receive a message into x and return the rank of its sender.
+    @overload
+    def recv(
+        self, x: None = None, src: int | None = None, tag: int = 0, timeout: float | None = None
+    ) -> tuple[Array, int]: ...
+
+    @overload
+    def recv(self, x: Any, src: int | None = None, tag: int = 0, timeout: float | None = None) -> int: ...
+
+    def recv(
+        self, x: Any = None, src: int | None = None, tag: int = 0, timeout: float | None = None
+    ) -> int | tuple[Array, int]:
+        """Receive a message into x, or into a new array.
 
         Messages of one sender with one tag arrive in the order in which they were sent.
 
         Args:
-            x: A writable array with as many bytes as the message.
+            x: A writable array with as many bytes as the message. None means a new array, with the dtype and shape of
+                the array that was sent.
             src: The rank that sends. None means any rank.
             tag: The tag of the message.
             timeout: Seconds that the call may take. None means the group's timeout.
 
         Returns:
-            The rank of the sender.
+            The rank of the sender. Without x: the new array, and the rank of the sender.
 
         Raises:
             SizeMismatch: The message and x differ in size. The message stays for a `recv` with a buffer that fits.
-            ArrayError: x cannot be used (read-only, not in CPU memory, unknown dtype).
+            ArrayError: x cannot be used (read-only, not in CPU memory, unknown dtype), or there is no memory for a new
+                array. The message stays for the next `recv`.
             InvalidRank: The group has no rank `src`, it is the calling rank, or the group has only one rank.
             Timeout: No message arrived in time. The call can be repeated; no message is lost.
             PeerLost: The sender is gone.
@@ -75,16 +95,112 @@ class PointToPointCalls:
         ... except gw.Timeout: one.send(np.ones(3), dst=1)
         >>> x = np.zeros(3); two.recv(x), x
         (0, array([1., 1., 1.]))
+        >>> one.send(np.eye(2), dst=1); two.recv()
+        (array([[1., 0.],
+               [0., 1.]]), 0)
         >>> one.close(); two.close()
         """
-        source = None if src is None else self._point_to_point.check_peer(src)
-        if self._size == 1:
-            raise InvalidRank("the group has only one rank: no other rank can send a message", size=1)
-        target = view(x, writable=True)
-        request = self._point_to_point.post_request(raw(target.flat), source, checked_tag(tag))
-        sender = self._point_to_point.finish_request(request, self._seconds(timeout))
+        source, number, seconds = self._source(src), checked_tag(tag), self._seconds(timeout)
+        target = None if x is None else view(x, writable=True)
+        request = self._point_to_point.post_request(None if target is None else raw(target.flat), source, number)
+        sender = self._point_to_point.finish_request(request, seconds)
+        if target is None:
+            assert request.array is not None
+            return request.array, sender
         target.store()
         return sender
+
+    def isend(self, x: Any, dst: int, tag: int = 0) -> Work:
+        """Begin to send the bytes of x to another rank, and return a `Work` at once.
+
+        Do not change x until the work is done. The message is sent while the program continues. It keeps its place
+        among the messages of `send` and `isend` to the same rank.
+
+        Args:
+            x: An array, as for `send`.
+            dst: The rank that receives.
+            tag: The tag of the message, as for `send`.
+
+        Returns:
+            A `Work` with the result None. It is done when x may be changed again. It stays pending while no `recv`
+            matches, also after a `wait` that timed out. If the group is closed or broken, or the receiver is gone, the
+            work fails.
+
+        Raises:
+            ArrayError: x cannot be used (not in CPU memory, unknown dtype).
+            InvalidRank: The group has no rank `dst`, or it is the calling rank.
+            PeerLost: The receiver is gone.
+
+        >>> import gradwire as gw, numpy as np
+        >>> one, two = gw.loopback_pair()
+        >>> work = one.isend(np.ones(100_000), dst=1)
+        >>> array, sender = two.recv()
+        >>> work.wait(), array.shape, sender
+        (None, (100000,), 0)
+        >>> one.close(); two.close()
+        """
+        peer, number = self._point_to_point.check_peer(dst), checked_tag(tag)
+        return self._message_works.send(view(x, writable=False), peer, number, self._seconds(None))
+
+    def irecv(self, x: Any, src: int | None = None, tag: int = 0) -> Work:
+        """Begin to receive a message into x, and return a `Work` at once.
+
+        Do not read or change x until the work is done. Receives that match the same message get messages in the order
+        of their calls.
+
+        Args:
+            x: A writable array with as many bytes as the message.
+            src: The rank that sends. None means any rank.
+            tag: The tag of the message.
+
+        Returns:
+            A `Work`. Its result is the rank of the sender. It stays pending until a message arrives, also after a
+            `wait` that timed out. If the group is closed or broken, or the sender is gone, the work fails and x is not
+            written any more. It fails with `SizeMismatch` if the message and x differ in size; the message is kept.
+
+        Raises:
+            ArrayError: x cannot be used (read-only, not in CPU memory, unknown dtype).
+            InvalidRank: The group has no rank `src`, it is the calling rank, or the group has only one rank.
+
+        >>> import gradwire as gw, numpy as np
+        >>> one, two = gw.loopback_pair()
+        >>> x = np.zeros(3); work = two.irecv(x)
+        >>> one.send(np.ones(3), dst=1); work.wait(), x
+        (0, array([1., 1., 1.]))
+        >>> one.close(); two.close()
+        """
+        source, number = self._source(src), checked_tag(tag)
+        return self._message_works.receive(view(x, writable=True), source, number, self._seconds(None))
+
+    def probe(self, src: int | None = None, tag: int = 0, timeout: float | None = None) -> Message:
+        """Wait until a message can be received, and describe it without receiving it.
+
+        The next `recv` of the same sender and tag gets this message, unless another thread receives it before. A
+        message for which an `irecv` is pending is not found.
+
+        Args:
+            src: The rank that sends. None means any rank.
+            tag: The tag of the message.
+            timeout: Seconds that the call may take. None means the group's timeout.
+
+        Returns:
+            A `Message`: source, tag, nbytes, dtype and shape.
+
+        Raises:
+            InvalidRank: The group has no rank `src`, it is the calling rank, or the group has only one rank.
+            Timeout: No message arrived in time. The group stays usable.
+            PeerLost: The sender is gone.
+
+        >>> import gradwire as gw, numpy as np
+        >>> one, two = gw.loopback_pair()
+        >>> one.send(np.ones((2, 3), "float32"), dst=1)
+        >>> message = two.probe()
+        >>> x = np.empty(message.shape, message.dtype); two.recv(x, message.source, message.tag)
+        0
+        >>> one.close(); two.close()
+        """
+        source, number = self._source(src), checked_tag(tag)
+        return self._point_to_point.probe(source, number, self._seconds(timeout))
 
     def sendrecv(self, x: Any, y: Any, dst: int, src: int, tag: int = 0, timeout: float | None = None) -> None:
         """Send x to one rank and receive y from another, or from the same one, at the same time.
@@ -119,14 +235,16 @@ class PointToPointCalls:
         given, target = view(x, writable=False), view(y, writable=True)
         if arrays.overlap(given, target):
             raise ArrayError("y overlaps x: the received data would overwrite x while x is sent")
-        self._point_to_point.exchange(raw(given.load()), to, raw(target.flat), source, checked_tag(tag), seconds)
+        message = OutgoingMessage.of(given)
+        self._point_to_point.exchange(message, to, raw(target.flat), source, checked_tag(tag), seconds)
         target.store()
 
     def copy(self, x: Any, y: Any, src: int, dst: int, timeout: float | None = None) -> None:
         """Copy x on rank `src` into y on rank `dst`. Either array may be strided.
 
         Only these two ranks need to call it; on other ranks the call does nothing. Copies between two ranks arrive in
-        order, and are never received by `recv`.
+        order, and are never received by `recv`. If copies from `src` to `dst` are queued on a stream of this group, the
+        call runs after them.
 
         Args:
             x: On rank `src`, the array to copy. Ignored on other ranks.
@@ -149,27 +267,15 @@ class PointToPointCalls:
         array([0, 0, 3, 0, 1, 0, 4, 0, 2, 0, 5, 0])
         >>> one.close(); two.close()
         """
-        src, dst = check_rank(src, self._size, "src"), check_rank(dst, self._size, "dst")
-        seconds = self._seconds(timeout)
-        if self._rank == src == dst:
-            _copy_here(x, y)
-        elif self._rank == src:
-            source = view(x, writable=False)
-            self._point_to_point.send(raw(source.load()), dst, copy_tag(source.dtype), seconds, "copy")
-        elif self._rank == dst:
-            target = view(y, writable=True)
-            request = self._point_to_point.post_request(raw(target.flat), src, copy_tag(target.dtype))
-            self._point_to_point.finish_request(request, seconds, "copy")
-            target.store()
+        self._copies.run_now(x, y, src, dst, self._seconds(timeout))
+
+    def _source(self, src: int | None) -> int | None:
+        """Return the rank that a receive names, or None; raise `InvalidRank` if no such rank can send a message."""
+        source = None if src is None else self._point_to_point.check_peer(src)
+        if self._size == 1:
+            raise InvalidRank("the group has only one rank: no other rank can send a message", size=1)
+        return source
 
     def _seconds(self, timeout: float | None) -> float:
         """Return the timeout of a call, or the group's timeout if the call has none."""
         raise NotImplementedError
-
-
-def _copy_here(x: Any, y: Any) -> None:
-    source, target = view(x, writable=False), view(y, writable=True)
-    if source.dtype != target.dtype or source.flat.size != target.flat.size:
-        raise ArrayError(f"{arrays.describe(source.array)} does not fit {arrays.describe(target.array)}")
-    target.flat[:] = source.load().copy()
-    target.store()

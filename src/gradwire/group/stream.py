@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from gradwire.errors import Timeout
 from gradwire.group.collective_calls import CollectiveCalls
+from gradwire.group.copies import Copies
 from gradwire.group.runner import CollectiveRunner
 from gradwire.group.work import Work, bounded
 from gradwire.liveness.call_log import call_site
@@ -49,9 +50,9 @@ def queued(
 class Stream:
     """A queue of a group's collectives that run while the program continues. `Group.stream` makes it.
 
-    A stream has the array collectives of `Group`, with the same arguments. Each call returns a `Work` at once. The
-    collectives run in the order of the program's calls on the group and on all of its streams. Do not change or read
-    the arrays of a call until its work is done. `Work.wait` and `synchronize` raise the errors.
+    A stream has the array collectives of `Group` and `copy`, with the same arguments. Each call returns a `Work` at
+    once. The calls run in the order of the program's calls on the group and on all of its streams. Do not change or
+    read the arrays of a call until its work is done. `Work.wait` and `synchronize` raise the errors.
 
     >>> import gradwire as gw, numpy as np
     >>> with gw.init() as group:
@@ -62,9 +63,10 @@ class Stream:
     array([2, 2])
     """
 
-    def __init__(self, runner: CollectiveRunner) -> None:
+    def __init__(self, runner: CollectiveRunner, copies: Copies) -> None:
         """Use `Group.stream` to make a stream."""
         self._runner = runner
+        self._copies = copies
         self._position = runner.position
         self._lock = threading.Lock()
         self._works: list[Work] = []  # works that synchronize() has not checked yet
@@ -73,6 +75,29 @@ class Stream:
     def __repr__(self) -> str:
         pending = sum(not work.done for work in self._works)
         return f"<gradwire.Stream of <gradwire.Group {self._runner}>, {pending} pending>"
+
+    def copy(self, x: Any, y: Any, src: int, dst: int, timeout: float | None = None) -> Work:
+        """Queue `Group.copy` and return its `Work` at once.
+
+        The copy takes its place among the other calls of this rank: on rank `src` it reads x after the earlier calls of
+        the group and its streams, and on rank `dst` it writes y after the earlier calls there. Later calls wait for it.
+        A copy that fails does not break the group.
+
+        The arguments are those of `Group.copy`.
+
+        Raises:
+            ArrayError: An array cannot be used. `Work.wait` raises it if the dtypes on two ranks differ.
+            InvalidRank: The group has no such rank.
+
+        >>> import gradwire as gw, numpy as np
+        >>> one, two = gw.loopback_pair()
+        >>> sent = one.stream().copy(np.arange(3), None, src=0, dst=1)
+        >>> y = np.zeros(3, int); two.stream().copy(None, y, src=0, dst=1).wait(); y
+        array([0, 1, 2])
+        >>> sent.wait(); one.close(); two.close()
+        """
+        seconds = bounded(timeout) or self._runner.timeout
+        return self._copies.queue(x, y, src, dst, seconds, lambda operation: self._queue(operation, seconds))
 
     def _queue(self, operation: Operation, timeout: float | None) -> Work:
         runner = self._runner

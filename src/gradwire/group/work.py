@@ -1,4 +1,4 @@
-"""`Work`: the handle of a queued collective."""
+"""`Work`: the handle of an operation that runs while the program continues."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ log = logging.getLogger("gradwire")
 
 
 class Work:
-    """The handle of a collective that was queued on a `Stream`.
+    """The handle of an operation that runs while the program continues: queued on a `Stream`, an `isend` or an `irecv`.
 
-    `wait` returns the result of the collective, or raises its error. If a work fails and the program never waits for
+    `wait` returns the result of the operation, or raises its error. If a work fails and the program never waits for
     it, the error is logged when the handle is garbage-collected.
 
     Attributes:
-        operation: The name of the collective, for example "all_reduce".
+        operation: The name of the operation, for example "all_reduce".
 
     >>> import gradwire as gw
     >>> with gw.init() as group:
@@ -42,14 +42,15 @@ class Work:
         self._error_seen = True
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait until the work is done, and return the result of the collective.
+        """Wait until the work is done, and return the result of the operation.
 
         Args:
-            timeout: Seconds to wait. None means no limit, but the collective still ends at its own timeout.
+            timeout: Seconds to wait. For an operation of a stream, None means no limit, but the operation still ends at
+                its own timeout. For `isend` and `irecv`, None means the group's timeout.
 
         Raises:
             Timeout: The work was not done in time. It keeps running, and the group stays usable.
-            GradwireError: The error of the collective, if it failed.
+            GradwireError: The error of the operation, if it failed.
 
         >>> import gradwire as gw, numpy as np
         >>> with gw.init() as group: group.stream().all_reduce(np.ones(2)).wait(timeout=60)
@@ -67,6 +68,11 @@ class Work:
             self._error_seen = True
             raise self._error
         return self._result
+
+    def await_end(self, seconds: float) -> bool:
+        """Wait until the work is done, whatever its outcome; False if it is not. For gradwire's own packages."""
+        self.expedite(on_this_thread=False)
+        return self._done.wait(seconds)
 
     def expedite(self, *, on_this_thread: bool) -> None:
         """Run the work soon, because the calling thread waits for it. For gradwire's own packages.
@@ -91,7 +97,7 @@ class Work:
 
     @property
     def result(self) -> Any:
-        """The result of the collective. Reading it waits for the work, like `wait()`, and raises the same errors.
+        """The result of the operation. Reading it waits for the work, like `wait()`, and raises the same errors.
 
         >>> import gradwire as gw
         >>> with gw.init() as group: group.stream().all_reduce(3).result

@@ -10,8 +10,8 @@ from gradwire.arrays import REDUCE_OPS, parse_dtype
 from gradwire.errors import ArrayError
 from gradwire.operations.registry import COLLECTIVES
 
-_OF_ARRAYS = ("send", "recv", "sendrecv", "copy", "empty")
-_PLAIN = ("subgroup", "stream", "abort", "close")
+_OF_ARRAYS = ("send", "recv", "isend", "irecv", "sendrecv", "copy", "empty")
+_PLAIN = ("probe", "subgroup", "stream", "abort", "close")
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,27 @@ def _destination(x: _Rows, out: Any) -> _Destination | None:
     return destination
 
 
+def _result(
+    dtype: DType, rows: int, tail: tuple[int, ...], destination: _Destination | None, fill: Callable[[Array], None]
+) -> Any:
+    """Fill the destination, or a new array, and return it; return `Declined` if the destination does not fit.
+
+    The other ranks do not know whether it fits, so the exchange takes place in any case.
+    """
+    misfit = destination is not None and (
+        destination.elements != rows * math.prod(tail) or destination.view.dtype != dtype
+    )
+    if destination is not None and not misfit:
+        return destination.filled(fill)
+    result = _allocate(dtype, rows, tail)
+    fill(result.reshape(-1))
+    if misfit:
+        return Declined(
+            ArrayError(f"out is {destination}, but the result is {arrays.shape_text(dtype.name, (rows, *tail))}")
+        )
+    return result
+
+
 def exchange_counts(exchange: Exchange, own: Sequence[int], call: str, key: CallKey | None = None) -> Array:
     """Gather the counts of all ranks; row r of the result has those of rank r."""
     own_counts = np.asarray(own, np.int64)
@@ -154,29 +175,33 @@ def _gather_rows(
     call = f"all_gather({source.text()}{algorithm_text(algorithm)})"
     shape = Shape("all_gather", source.dtype, counts, None, None, algorithm, call)
     key = CallKey("all_gather", source.dtype, None, None, tuple(rows), source.tail) if algorithm == "auto" else None
-    if destination is not None and destination.elements == sum(counts):
-        return destination.filled(lambda flat: exchange(shape, source.view.load(), flat, key))
-    result = _allocate(source.dtype, sum(rows), source.tail)
-    exchange(shape, source.view.load(), result.reshape(-1), key)
-    if destination is not None:  # its size is wrong; the other ranks did not know this and have their result
-        return Declined(ArrayError(f"out is {destination}, but the result is {source.text(sum(rows))}"))
-    return result
+
+    def fill(flat: Array) -> None:
+        exchange(shape, source.view.load(), flat, key)
+
+    return _result(source.dtype, sum(rows), source.tail, destination, fill)
 
 
 @collective()
-def gather(at: Position, x: Any, root: int = 0, *, algorithm: str = "auto") -> Operation:
+def gather(at: Position, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Operation:
     check_algorithm("gather", algorithm)
     root = check_root(root, at.size)
     source = _rows(x)
+    destination = _destination(source, out) if at.rank == root else None
     call = f"gather({source.text()}, root={root}{algorithm_text(algorithm)})"
 
-    def body(exchange: Exchange) -> Array | None:
+    def body(exchange: Exchange) -> Any:
         rows = [int(n) for n in exchange_counts(exchange, [source.rows], call)[:, 0]]
-        result = _allocate(source.dtype, sum(rows), source.tail) if exchange.rank == root else None
         counts = tuple(n * source.width for n in rows)
         shape = Shape("gather", source.dtype, counts, None, root, algorithm, call)
-        exchange(shape, source.view.load(), nothing(source.dtype) if result is None else result.reshape(-1))
-        return result
+
+        def fill(flat: Array) -> None:
+            exchange(shape, source.view.load(), flat)
+
+        if exchange.rank != root:
+            fill(nothing(source.dtype))
+            return None
+        return _result(source.dtype, sum(rows), source.tail, destination, fill)
 
     return Operation("gather", body)
 
@@ -203,6 +228,12 @@ def _counts(counts: Counts, size: int, name: str) -> tuple[int, ...]:
     return parts
 
 
+def _check_size(destination: _Destination | None, source: _Rows, rows: int) -> None:
+    """Raise `ArrayError` if the size of this rank's result is known and the destination has another size."""
+    if destination is not None and destination.elements != rows * source.width:
+        raise ArrayError(f"out is {destination}, but this rank's part is {source.text(rows)}")
+
+
 @collective(fast="SPLIT_ROWS")
 def reduce_scatter(
     at: Position,
@@ -219,34 +250,39 @@ def reduce_scatter(
     parts, rank = _split(source.rows, at.size, counts, "counts"), at.rank
     elements = tuple(n * source.width for n in parts)
     destination = _destination(source, out)
-    if destination is not None and destination.elements != elements[rank]:
-        raise ArrayError(f"out is {destination}, but this rank's part is {source.text(parts[rank])}")
+    _check_size(destination, source, parts[rank])
     shape = Shape("reduce_scatter", source.dtype, elements, op, None, algorithm)
     evenly = counts is None and algorithm == "auto"
     key = CallKey("reduce_scatter", source.dtype, op, None, sum(elements)) if evenly else None
 
     def body(exchange: Exchange) -> Any:
-        if destination is not None:
-            return destination.filled(lambda flat: exchange(shape, source.view.load(), flat, key))
-        result = _allocate(source.dtype, parts[rank], source.tail)
-        exchange(shape, source.view.load(), result.reshape(-1), key)
-        return result
+        def fill(flat: Array) -> None:
+            exchange(shape, source.view.load(), flat, key)
+
+        return _result(source.dtype, parts[rank], source.tail, destination, fill)
 
     return Operation("reduce_scatter", body)
 
 
 @collective()
 def scatter(
-    at: Position, x: Any = None, root: int = 0, *, counts: Counts | None = None, algorithm: str = "auto"
+    at: Position,
+    x: Any = None,
+    root: int = 0,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    algorithm: str = "auto",
 ) -> Operation:
     """Only the root knows the array. If the array cannot be scattered, all ranks receive and raise the root's error."""
     check_algorithm("scatter", algorithm)
     root = check_root(root, at.size)
     expected = None if counts is None else _counts(counts, at.size, "counts")
     source, announcement = _to_scatter(x, expected, at.size) if at.rank == root else (None, b"")
+    destination = _scatter_destination(source, out, expected, at)
     call = f"scatter(root={root}{algorithm_text(algorithm)})"
 
-    def body(exchange: Exchange) -> Array | Declined:
+    def body(exchange: Exchange) -> Any:
         received = broadcast_bytes(exchange, announcement, root, call)
         if isinstance(received, Declined):
             return received
@@ -257,12 +293,23 @@ def scatter(
         if expected is not None and list(expected) != parts:
             reason = f"rank {exchange.rank} expects counts={list(expected)}, rank {root} splits by {parts}"
             raise exchange.disagree(reason)
-        result = _allocate(dtype, parts[exchange.rank], tail)
         shape = Shape("scatter", dtype, tuple(n * math.prod(tail) for n in parts), None, root, algorithm, call)
-        exchange(shape, nothing(dtype) if source is None else source.view.load(), result.reshape(-1))
-        return result
+
+        def fill(flat: Array) -> None:
+            exchange(shape, nothing(dtype) if source is None else source.view.load(), flat)
+
+        return _result(dtype, parts[exchange.rank], tail, destination, fill)
 
     return Operation("scatter", body)
+
+
+def _scatter_destination(source: _Rows | None, out: Any, counts: Counts | None, at: Position) -> _Destination | None:
+    """Return `out` as a destination. Only the root, which has the array, can check its dtype and size now."""
+    if source is None:
+        return None if out is None else _Destination(out, view(out, writable=True))
+    destination = _destination(source, out)
+    _check_size(destination, source, _split(source.rows, at.size, counts, "counts")[at.rank])
+    return destination
 
 
 def _to_scatter(x: Any, counts: Counts | None, size: int) -> tuple[_Rows | None, bytes | GradwireError]:
@@ -293,6 +340,7 @@ def all_to_all(
     send_counts: Counts | None = None,
     recv_counts: Counts | None = None,
     *,
+    out: Any = None,
     algorithm: str = "auto",
 ) -> Operation:
     check_algorithm("all_to_all", algorithm)
@@ -300,19 +348,24 @@ def all_to_all(
     sent = _split(source.rows, at.size, send_counts, "send_counts")
     expected = None if recv_counts is None else _counts(recv_counts, at.size, "recv_counts")
     even = send_counts is None and recv_counts is None
+    destination = _destination(source, out)
+    if even or expected is not None:
+        _check_size(destination, source, sum(sent if expected is None else expected))
     rows = source.rows if even else "?"
     call = f"all_to_all({source.text(rows)}{'' if even else ', counts'}{algorithm_text(algorithm)})"
 
-    def body(exchange: Exchange) -> Array:
+    def body(exchange: Exchange) -> Any:
         table = np.tile(np.asarray(sent, np.int64), (at.size, 1)) if even else exchange_counts(exchange, sent, call)
         arriving = [int(n) for n in table[:, exchange.rank]]
         if expected is not None and list(expected) != arriving:
             reason = f"rank {exchange.rank} expects recv_counts={list(expected)}, the others send it {arriving}"
             raise exchange.disagree(reason)
-        result = _allocate(source.dtype, sum(arriving), source.tail)
         counts = tuple(int(n) * source.width for n in table.reshape(-1))
         shape = Shape("all_to_all", source.dtype, counts, None, None, algorithm, call)
-        exchange(shape, source.view.load(), result.reshape(-1))
-        return result
+
+        def fill(flat: Array) -> None:
+            exchange(shape, source.view.load(), flat)
+
+        return _result(source.dtype, sum(arriving), source.tail, destination, fill)
 
     return Operation("all_to_all", body)

@@ -66,7 +66,7 @@ def encode_or_error(value: Any) -> bytes | GradwireError:
     """Return a value as bytes, or the error if it cannot be encoded."""
     try:
         _check_keys(value)
-        data = json.dumps(value, separators=(",", ":")).encode()
+        data = json.dumps(value, separators=(",", ":"), default=_python_number).encode()
     except (TypeError, ValueError, RecursionError) as error:
         return ArrayError(
             f"only JSON-like values can be sent (numbers, strings, lists, dicts with string keys, None): {error}"
@@ -74,6 +74,14 @@ def encode_or_error(value: Any) -> bytes | GradwireError:
     if len(data) > MAX_VALUE_BYTES:
         return InvalidSize(f"a value of {len(data)} bytes is too large (more than {MAX_VALUE_BYTES}): send an array")
     return data
+
+
+def _python_number(value: Any) -> bool | int | float:
+    """Return a number of NumPy as a number of Python; raise TypeError for everything else that JSON does not have."""
+    number = value.item() if isinstance(value, np.generic) else None
+    if not isinstance(number, (bool, int, float)):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return number
 
 
 def _check_keys(value: Any) -> None:

@@ -12,10 +12,11 @@ from torch.futures import Future
 
 from gradwire.arrays import raw, view
 from gradwire.errors import Timeout
-from gradwire.generation.waiting import POLL_SECONDS
+from gradwire.generation.message_format import OutgoingMessage
 from gradwire.group import Group
+from gradwire.group.delivery import DeliveryThread
 from gradwire.group.internals import GroupInternals
-from gradwire.group.point_to_point import PointToPoint, checked_tag
+from gradwire.group.point_to_point import checked_tag
 from gradwire.torch.backend.tensors import array_of
 from gradwire.torch.backend.work import seconds, set_future
 
@@ -100,40 +101,7 @@ class Message(TorchWork):  # type: ignore[misc]
     _source_rank = source_rank
 
 
-class SendWorker:
-    """Delivers the messages of a group that wait for their receivers, on one thread. It ends when no message waits."""
-
-    def __init__(self, messages: PointToPoint) -> None:
-        self._changed = messages.changed
-        self._waiting: list[Sending] = []
-        self._lock = threading.Lock()
-
-    def add(self, sending: Sending) -> None:
-        """Deliver a message when its receiver is ready, even if no thread of this rank waits for it."""
-        with self._lock:
-            self._waiting.append(sending)
-            first = len(self._waiting) == 1
-        if first:
-            threading.Thread(target=self._run, name="gradwire-messages", daemon=True).start()
-        else:  # the receiver may be ready already
-            with self._changed:
-                self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                due = [one for one in list(self._waiting) if one.due]
-                if not due:
-                    self._changed.wait(POLL_SECONDS)
-            for one in due:
-                one.deliver()
-            with self._lock:
-                self._waiting = [one for one in self._waiting if not one.is_completed()]
-                if not self._waiting:
-                    return
-
-
-_SEND_WORKERS: weakref.WeakKeyDictionary[Group, SendWorker] = weakref.WeakKeyDictionary()
+_DELIVERY: weakref.WeakKeyDictionary[Group, DeliveryThread] = weakref.WeakKeyDictionary()
 
 
 class Sending(Message):
@@ -141,32 +109,37 @@ class Sending(Message):
 
     def __init__(self, group: Group, tensor: Any, dst: int, tag: int) -> None:
         super().__init__(group, [tensor])
-        self._flat = view(array_of(tensor), writable=False).load()
+        message = OutgoingMessage.of(view(array_of(tensor), writable=False))
         messages, number = self._messages, checked_tag(tag)
         peer, timeout = messages.check_peer(dst), self._internals.timeout
-        self._offered = messages.begin_send(raw(self._flat), peer, number, timeout, waits=False)
+        self._offered = messages.begin_send(message, peer, number, timeout, waits=False)
         if self._offered is None:
             self._ended = True
-        else:  # the send worker delivers it, even if this rank never waits
-            _SEND_WORKERS.setdefault(group, SendWorker(messages)).add(self)
+        else:  # the delivery thread sends it, even if this rank never waits
+            _DELIVERY.setdefault(group, DeliveryThread(messages.changed)).add(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the message is complete, or has failed."""
+        return self._ended
 
     @property
     def due(self) -> bool:
-        """Whether the send worker must act: the message has ended, or can be completed and no thread does it."""
+        """Whether the delivery thread must act: the message has ended, or can be completed and no thread does it."""
         assert self._offered is not None
         return self._ended or (not self._lock.locked() and self._messages.due(self._offered))
 
     def deliver(self) -> None:
-        """Complete the message on the send worker's thread.
+        """Complete the message on the delivery thread.
 
-        The future gets its result on another thread: its callbacks may wait for other messages of the send worker.
+        The future gets its result on another thread: its callbacks may wait for other messages of that thread.
         """
         future = self._complete()
         if future is not None:
             threading.Thread(target=set_future, args=(future, self._tensors, self._error), daemon=True).start()
 
     def _begin_thread(self) -> None:
-        """Do nothing: the send worker has a thread."""
+        """Do nothing: the delivery thread does it."""
 
     def _finish(self, timeout: float | None) -> int:
         assert self._offered is not None
