@@ -30,6 +30,7 @@ EXPECTED = {
     "Topology",
     "Work",
     # training
+    "Communicator",
     "Contract",
     "GradientSync",
     "Sampler",

@@ -11,9 +11,10 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError
-from gradwire.group import Group
 from gradwire.operations.types import Exchange, Operation, Shape
 from gradwire.training import norms
+from gradwire.training.communicator import Communicator
+from gradwire.training.engine_group import group_for
 
 _F64 = arrays.parse_dtype("float64")
 
@@ -80,11 +81,11 @@ class Weights:
         return float(self.by_rank.max()) / self.total * self.by_rank.size
 
 
-def weighted_mean(group: Group, value: Any, weight: float) -> Any:
+def weighted_mean(group: Communicator, value: Any, weight: float) -> Any:
     """Return the weighted mean of a number or array over all ranks, with the same bits on all ranks.
 
     Args:
-        group: The group whose ranks are averaged. All of them must call it.
+        group: The group whose ranks are averaged, or another `Communicator`. All of them must call it.
         value: A number, or an array of real numbers with the same shape on all ranks.
         weight: The weight of this rank, for example its number of samples. The value of a rank with weight 0 is
             ignored, even if it is NaN.
@@ -101,6 +102,7 @@ def weighted_mean(group: Group, value: Any, weight: float) -> Any:
     >>> with gw.init() as group: gw.weighted_mean(group, 0.25, weight=32)
     0.25
     """
+    calls = group_for(group)
     weight = checked(weight)
     number = isinstance(value, (numbers.Real, np.generic))
     array = np.asarray(value) if number else arrays.as_array(value)
@@ -110,7 +112,7 @@ def weighted_mean(group: Group, value: Any, weight: float) -> Any:
     sums[-1] = weight
     if weight:
         sums[:-1] = array.reshape(-1).astype(np.float64) * weight
-    group.all_reduce(sums)
+    calls.all_reduce(sums)
     means = sums[:-1] / sums[-1] if sums[-1] else np.full(array.size, np.nan)
     if number:
         return float(means[0])
