@@ -93,7 +93,7 @@ def train_in_process(connection: socket.socket, result: Any) -> None:
         result.send(train(SocketEngine(1, 2, [connection])))
 
 
-@pytest.mark.parametrize("compression", ["f16", "bf16", "int8", "topk", Int8(block=4)], ids=str)
+@pytest.mark.parametrize("compression", ["f16", "bf16", "int8", "topk", pytest.param(Int8(4), id="int8 by 4")])
 @pytest.mark.parametrize("kind", [ThreadEngine, RichThreadEngine])
 def test_compression_on_an_engine_gives_the_bits_of_a_group(kind: Any, compression: Any) -> None:
     like: dict[str, Array] = {"a": np.zeros((3, 40), np.float32), "b": np.zeros(7)}
@@ -212,9 +212,9 @@ class WithMethods(ThreadEngine):
     ],
 )
 def test_communicator_without_its_calls_raises_config_error_naming_them(call: Callable[[Any], object]) -> None:
-    with pytest.raises(gw.ConfigError, match=r"WithoutGather is not .* lacks broadcast, all_gather:"):
+    with pytest.raises(gw.ConfigError, match=r"got WithoutGather, .* it lacks broadcast, all_gather$"):
         call(WithoutGather())
-    with pytest.raises(gw.ConfigError, match=r"str is not .* lacks rank, size, all_reduce, broadcast, all_gather:"):
+    with pytest.raises(gw.ConfigError, match=r"got str, .* it lacks rank, size, all_reduce, broadcast, all_gather$"):
         call("group")
     with pytest.raises(gw.ConfigError, match="the rank and the size of WithMethods are methods"):
         call(WithMethods())

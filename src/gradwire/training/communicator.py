@@ -83,8 +83,8 @@ def current_communicator(source: Any) -> Any:
         missing = [] if isinstance(source, Group) else _missing(source)
     if missing:
         raise ConfigError(
-            f"{type(source).__name__} is not a gw.Communicator, because it lacks {', '.join(missing)}: pass a group, "
-            "an elastic run, or an object with these names"
+            f"expected a group or an elastic run, got {type(source).__name__}, which is not a gw.Communicator either: "
+            f"it lacks {', '.join(missing)}"
         )
     return source
 

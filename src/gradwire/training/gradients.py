@@ -16,7 +16,7 @@ from gradwire.training.buckets import BucketSet, check_bytes, checked_gradients,
 from gradwire.training.communicator import Communicator, HasGroup, current_communicator
 from gradwire.training.contract import Contract
 from gradwire.training.engine_group import check_algorithm_of, group_for
-from gradwire.training.weights import Weights
+from gradwire.training.weights import Weights, checked
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
@@ -224,7 +224,7 @@ class GradientSync:
         self.agree()
         self._forget_backward()
         if weight is not None:
-            self._backward = self._new_backward(Weights(weight, self._calls.size), beside)
+            self._backward = self._new_backward(Weights(checked(weight), self._calls.size), beside)
 
     def _new_backward(self, weights: Weights | None, beside: bool) -> Backward:
         reduction = BucketReduction(self._bucket_set, self._algorithm, self.check_finite, self._compressing, weights)

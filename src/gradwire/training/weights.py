@@ -29,22 +29,39 @@ def checked(weight: Any) -> float:
 
 
 class Weights:
-    """The weights of all ranks in one mean. They are known after `operation` has run."""
+    """The weights of all ranks in one mean. They are known after `operation` has run.
 
-    def __init__(self, mine: Any, size: int) -> None:
-        self.mine = checked(mine)
-        self.by_rank = np.full(size, self.mine)
+    `call` is the call that passed the weight, for errors. `mine` is not checked here.
+    """
+
+    def __init__(self, mine: float, size: int, call: str = "GradientSync.begin") -> None:
+        self.mine = mine
+        self.by_rank = np.full(size, mine)
+        self._call = call
 
     def operation(self) -> Operation:
         """Return the operation that gathers the weights of all ranks."""
         size = self.by_rank.size
-        shape = Shape("all_gather", _F64, (1,) * size, call="GradientSync.begin(weight)")
+        shape = Shape("all_gather", _F64, (1,) * size, call=f"{self._call}(weight)")
 
         def body(exchange: Exchange) -> None:
             if size > 1:
                 exchange(shape, np.array([self.mine]), self.by_rank)
 
-        return Operation("GradientSync.begin", body)
+        return Operation(self._call, body)
+
+    def check(self, generation: int | None) -> None:
+        """Raise the same `ConfigError` on all ranks if a weight is invalid or if all are 0, after the exchange."""
+        facts: dict[str, Any] = {"operation": self._call, "generation": generation}
+        for rank, weight in enumerate(self.by_rank.tolist()):
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ConfigError(
+                    f"the weight of rank {rank} is {weight!r}: it must be a finite number, 0 or more",
+                    culprit=rank,
+                    **facts,
+                )
+        if not 0 < self.total < math.inf:
+            raise ConfigError(f"the weights of all ranks add up to {self.total!r}, so there is no mean", **facts)
 
     @property
     def total(self) -> float:
