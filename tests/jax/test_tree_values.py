@@ -26,7 +26,7 @@ class Module:
     width: int
     activation: Callable[[Any], Any] = jax.nn.relu
     name: str = "float32"  # also the name of a dtype, which is not an array
-    dtype: Any = jnp.float32
+    dtype: Any = np.float32
     bias: Any = None
     shape: Any = dataclasses.field(default_factory=object)
 

@@ -64,7 +64,7 @@ class TreeValues:
 
 
 def _has_value(leaf: Any) -> bool:
-    if isinstance(leaf, type):  # such as jnp.float32: its methods are not those of an instance
+    if isinstance(leaf, type):  # np.float32 itself has the attribute __array__ too
         return False
     return type(leaf) in _NUMBERS or isinstance(leaf, jax.Array) or hasattr(leaf, "__array__")
 

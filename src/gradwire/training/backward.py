@@ -15,7 +15,6 @@ from gradwire.operations.types import Operation
 from gradwire.training import finite
 from gradwire.training.bucket_reduction import BucketReduction
 from gradwire.training.buckets import Bucket
-from gradwire.training.engine_group import internals_of
 
 
 class Outcome(NamedTuple):
@@ -36,7 +35,7 @@ class Backward:
         self._reduction = reduction
         self._bucket_set = reduction.bucket_set
         self._buckets = reduction.bucket_set.buckets
-        self._internals = internals_of(reduction.bucket_set.group)
+        self._internals = reduction.bucket_set.internals
         self._overlaps = reduction.bucket_set.group.size > 1
         self._lock = threading.Lock()
         self._started = 0  # number of buckets whose reduction has started; buckets are reduced in order

@@ -163,6 +163,7 @@ class BucketSet:
         previous: BucketSet | None = None,
     ) -> None:
         self.group = group
+        self.internals = internals_of(group)
         self.order = tuple(order)
         self.names = frozenset(tensors)
         self.numbers = {name: number for number, name in enumerate(tensors)}

@@ -171,11 +171,9 @@ class EngineExchange:
             numerics.finish(out, work, self.size if op == "mean" else None)
 
     def _broadcast(self, shape: Shape, x: Array, out: Array) -> None:
-        is_root = self.rank == shape.root
-        data = _bytes(x).copy() if is_root else _bytes(out)  # the root's array may be read-only
+        """Send the root's bytes. On the root, x and `out` are the same array, which may be read-only."""
+        data = _bytes(x).copy() if self.rank == shape.root else _bytes(out)
         self._store(data, self._engine.broadcast(data, root=shape.root), "broadcast")
-        if is_root and not numerics.same_memory(x, out):
-            np.copyto(out, x)
 
     def _all_gather(self, counts: tuple[int, ...], x: Array, out: Array, itemsize: int = 1) -> None:
         """Gather the bytes of all ranks. An engine gathers equal lengths only, so short arrays are padded."""
