@@ -33,6 +33,7 @@ EXPECTED = {
     "Topology",
     "Work",
     # training
+    "Communicator",
     "Contract",
     "GradientSync",
     "Sampler",

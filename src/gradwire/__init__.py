@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from gradwire import jax as jax
     from gradwire import torch as torch
     from gradwire.membership.client.worker_node import WorkerNode
+    from gradwire.training.communicator import Communicator
     from gradwire.training.contract import Contract, broadcast_named, check_replicas
     from gradwire.training.elastic import Elastic, Step, elastic
     from gradwire.training.fence import Fence
@@ -94,6 +95,7 @@ __all__ = [
     "Capabilities",
     "Closed",
     "CollectiveMismatch",
+    "Communicator",
     "ConfigError",
     "Contract",
     "Credentials",
@@ -142,6 +144,7 @@ __all__ = [
 # These names are imported on first use, because every process of a job pays the memory of the modules that it loads.
 _FRAMEWORKS = ("jax", "torch")
 _LAZY_MODULES = {
+    "Communicator": "training.communicator",
     "Contract": "training.contract",
     "Elastic": "training.elastic",
     "Fence": "training.fence",

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gradwire.arrays import Array
+import numpy as np
+
+from gradwire.arrays import Array, DType
 from gradwire.generation.generation import Generation
 from gradwire.group.group import Group
 from gradwire.group.point_to_point import PointToPoint
@@ -105,6 +107,11 @@ class GroupInternals:
         """Whether an array lies in memory that this rank shares with other ranks."""
         shared = self._generation.shared
         return shared is not None and shared.own.offset_of(array.ctypes.data, array.nbytes) is not None
+
+    def zeros(self, count: int, dtype: DType) -> Array:
+        """Allocate zeros. New shared memory of the group is already zero, and uses no physical memory until written."""
+        flat = self._group.empty(count, dtype.storage)
+        return flat if self.is_shared(flat) else np.zeros(count, dtype.storage)
 
     # -- the group's generation ---------------------------------------------------------------------------------------
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from gradwire.errors import UnsupportedOp
+from gradwire.errors import ConfigError, UnsupportedOp
 from gradwire.jax import failures, reduction, traced, trees
 from gradwire.liveness.call_log import call_site
 from gradwire.training import contract
+from gradwire.training.engine_group import group_for
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def all_reduce(group: Any, tree: Any, op: str = "mean", *, check_finite: bool | None = None) -> Any:
+def all_reduce(group: Any, tree: Any, op: str = "mean", *, weight: Any = None, check_finite: bool | None = None) -> Any:
     """Reduce a tree of arrays over all ranks. All ranks must call it, with trees of the same structure.
 
     It works in plain Python and inside `jit`, `grad` and `vmap`. Sum and mean can be differentiated: the loss is taken
@@ -25,9 +29,13 @@ def all_reduce(group: Any, tree: Any, op: str = "mean", *, check_finite: bool | 
     differentiate the same program.
 
     Args:
-        group: A group, or a run of `gw.elastic`. With a run, the call uses the run's current group.
+        group: A group, another `gw.Communicator`, or a run of `gw.elastic`. With a run, the call uses the run's
+            current group.
         tree: A tree of arrays and numbers.
         op: "mean", "sum", "min", "max" or "prod".
+        weight: The weight of this rank in the mean, for example its number of samples: a number, or inside of `jit` a
+            scalar array. Either all ranks pass a weight or none does. A rank with weight 0 is ignored, even if its
+            values are NaN. The weight itself has no gradient.
         check_finite: Raise `NotFinite` if the sum or mean has a NaN or an infinite value. By default this is checked
             for the mean, which is the usual reduction of gradients.
 
@@ -35,6 +43,8 @@ def all_reduce(group: Any, tree: Any, op: str = "mean", *, check_finite: bool | 
         A tree of new jax arrays, with the same bits on every rank.
 
     Raises:
+        ConfigError: On every rank, if a weight is NaN, infinite or negative (it names the rank), or if all weights are
+            0. Also if the weight is not a number, or the op is not "mean".
         CollectiveMismatch: On every rank, if the trees differ. It names the leaf.
         NotFinite: On every rank. It names the rank and the leaf.
         ArrayError: A leaf is not an array, or is a random key.
@@ -50,20 +60,39 @@ def all_reduce(group: Any, tree: Any, op: str = "mean", *, check_finite: bool | 
     names, leaves, structure = trees.flatten(tree)
     trees.check_op(names, leaves, op)
     checks = op == "mean" if check_finite is None else bool(check_finite)
-    results = traced.all_reduce_p.bind(*leaves, names=names, source=group, op=op, check_finite=checks, site=call_site())
+    how = reduction.How(op, checks, call_site(), None if weight is None else "input")
+    weights = [] if weight is None else [_weight(weight, op)]
+    results = traced.all_reduce_p.bind(*weights, *leaves, names=names, source=group, how=how)
     return jax.tree_util.tree_unflatten(structure, results)
+
+
+def _weight(weight: Any, op: str) -> Any:
+    """Return the weight as a scalar jax array. Its value is checked when the call runs, on all ranks together."""
+    if op != "mean":
+        raise ConfigError(f"a weight has no meaning for op={op!r}: pass op='mean'")
+    if isinstance(weight, numbers.Real) and not isinstance(weight, bool):
+        return jnp.asarray(float(weight), jnp.result_type(float))
+    if isinstance(weight, (jax.Array, np.ndarray)) and not weight.shape and _is_real(weight.dtype):
+        return jax.lax.stop_gradient(jnp.asarray(weight))
+    raise ConfigError(f"the weight is {weight!r}: it must be a finite number, 0 or more")
+
+
+def _is_real(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
 
 
 def broadcast(group: Any, tree: Any, root: int = 0) -> Any:
     """Return the root's tree on every rank, for example for initial values. All ranks must call it, outside of `jit`.
 
     Args:
-        group: A group, or a run of `gw.elastic`.
-        tree: A tree of arrays and numbers. Names, shapes and dtypes must be the same on all ranks.
+        group: A group, another `gw.Communicator`, or a run of `gw.elastic`.
+        tree: A tree of arrays and numbers. Names, shapes and dtypes must be the same on all ranks. Other leaves, such
+            as the functions and strings in a module of equinox, are not sent.
         root: The rank whose tree is returned.
 
     Returns:
-        A tree of new jax arrays.
+        A tree with the root's values: new jax arrays for arrays, and Python numbers for Python numbers. The other
+        leaves are those of this rank.
 
     Raises:
         ConfigError: On every rank, if names, shapes or dtypes differ. It names the rank and the leaf.
@@ -73,19 +102,19 @@ def broadcast(group: Any, tree: Any, root: int = 0) -> Any:
     >>> with gw.init() as group: gw.jax.broadcast(group, {"w": jnp.arange(2)})
     {'w': Array([0, 1], dtype=int32)}
     """
-    names, leaves, structure = _flatten_values("broadcast", tree)
-    group = reduction.group_of(group)
-    copies = trees.copied(group, reduction.values(leaves))
-    contract.broadcast_named(group, dict(zip(names, copies, strict=True)), root)
-    return jax.tree_util.tree_unflatten(structure, trees.as_jax(copies, leaves))
+    values = _values("broadcast", tree)
+    calls = group_for(group)
+    copies = trees.copied(calls, reduction.values(values.leaves))
+    contract.broadcast_named(calls, dict(zip(values.names, copies, strict=True)), root)
+    return values.rebuilt(copies)
 
 
 def check_replicas(group: Any, tree: Any) -> str:
     """Check that all ranks hold the same tree, bit for bit. All ranks must call it, outside of `jit`.
 
     Args:
-        group: A group, or a run of `gw.elastic`.
-        tree: A tree of arrays and numbers.
+        group: A group, another `gw.Communicator`, or a run of `gw.elastic`.
+        tree: A tree of arrays and numbers. Other leaves, such as functions and strings, are not compared.
 
     Returns:
         The digest of the tree, 32 hexadecimal digits.
@@ -99,15 +128,16 @@ def check_replicas(group: Any, tree: Any) -> str:
     >>> with gw.init() as group: len(gw.jax.check_replicas(group, {"w": jnp.ones(3)}))
     32
     """
-    names, leaves, _ = _flatten_values("check_replicas", tree)
-    return contract.check_replicas(reduction.group_of(group), dict(zip(names, reduction.values(leaves), strict=True)))
+    values = _values("check_replicas", tree)
+    arrays = dict(zip(values.names, reduction.values(values.leaves), strict=True))
+    return contract.check_replicas(group_for(group), arrays)
 
 
-def _flatten_values(call: str, tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
-    names, leaves, structure = trees.flatten(tree)
-    if trees.is_traced(leaves):
+def _values(call: str, tree: Any) -> trees.TreeValues:
+    values = trees.TreeValues(tree)
+    if trees.is_traced(values.leaves):
         raise UnsupportedOp(f"{call} cannot be part of a compiled program: call it outside of jit", operation=call)
-    return names, leaves, structure
+    return values
 
 
 @overload

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from gradwire.arrays import Array
-from gradwire.errors import ConfigError, NotFinite
-from gradwire.group import Group
-from gradwire.group.internals import GroupInternals
+from gradwire.errors import NotFinite
 from gradwire.group.schedule_runner import Site
 from gradwire.jax import failures, trees
 from gradwire.operations import named
+from gradwire.training import norms
+from gradwire.training.engine_group import AnyGroup, group_for, internals_of
 from gradwire.training.finite import all_finite, faults
+from gradwire.training.weights import Weights
 
 
-def group_of(source: Any) -> Group:
-    """Return `source` if it is a group, else its current group (`source` is then an elastic run)."""
-    group = source if isinstance(source, Group) else getattr(source, "group", None)
-    if not isinstance(group, Group):
-        raise ConfigError(f"expected a group or an elastic run, got {type(source).__name__}")
-    return group
+class How(NamedTuple):
+    """The settings of an all-reduce.
+
+    `weigh` says where a mean is weighted: each rank scales its input, or its result. One is the transpose of the other.
+    """
+
+    op: str
+    check_finite: bool
+    site: Site  # the user's line, for errors
+    weigh: Literal["input", "result"] | None = None
+
+    def transposed(self) -> How:
+        """Return the settings of the transposed reduction, for gradients."""
+        return self if self.weigh is None else self._replace(weigh="result" if self.weigh == "input" else "input")
 
 
 def values(leaves: Sequence[Any]) -> list[Array]:
@@ -36,32 +45,62 @@ def values(leaves: Sequence[Any]) -> list[Array]:
         return [np.asarray(leaf) for leaf in leaves]
 
 
-def reduced(
-    source: Any, names: Sequence[str], arrays: Sequence[Array], op: str, check_finite: bool, site: Site
-) -> list[Array]:
-    """Reduce the arrays over all ranks into new memory. `site` is the user's line, for errors."""
-    group = group_of(source)
+def reduced(source: Any, names: Sequence[str], operands: Sequence[Array], how: How) -> list[Array]:
+    """Reduce arrays over all ranks into new memory. If `how.weigh` is set, the first operand is the weight."""
+    group = group_for(source)
+    arrays = operands if how.weigh is None else operands[1:]
+    weights = None if how.weigh is None else _weights(group, float(operands[0]), how)
     results = trees.copied(group, arrays)
-    internals = GroupInternals(group)
-    operation = named.all_reduce_named(internals.position, dict(zip(names, results, strict=True)), op)
-    internals.run(operation, site=site)
+    if weights is not None and how.weigh == "input":
+        _scale_inputs(weights, results)
+    internals = internals_of(group)
+    operation = named.all_reduce_named(internals.position, dict(zip(names, results, strict=True)), how.op)
+    internals.run(operation, site=how.site)
     # A NaN or infinite value of any rank is still in the sum, so all ranks find it here without another exchange.
-    if check_finite and op in ("sum", "mean") and not all(map(_finite, results)):
-        raise _not_finite(group, names, arrays)
+    if how.check_finite and how.op in ("sum", "mean") and not all(map(_finite, results)):
+        ignored = weights is not None and how.weigh == "input" and not weights.mine
+        raise _not_finite(group, {} if ignored else dict(zip(names, arrays, strict=True)))
+    if weights is not None:
+        _scale_results(weights, results, how)
     return results
+
+
+def _weights(group: AnyGroup, mine: float, how: How) -> Weights:
+    """Return the weights of all ranks. Raise the same error on all ranks if a weight is invalid or all are 0."""
+    weights = Weights(mine, group.size, "gw.jax.all_reduce")
+    internals_of(group).run(weights.operation(), site=how.site)
+    weights.check(group.generation)
+    return weights
+
+
+def _scale_inputs(weights: Weights, arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        if weights.mine:
+            weights.scale_input(array.reshape(-1))
+        else:
+            array.fill(0)
+
+
+def _scale_results(weights: Weights, arrays: Sequence[Array], how: How) -> None:
+    for array in arrays:
+        if how.weigh == "input":
+            weights.scale_result(array.reshape(-1))
+        elif weights.mine:
+            norms.scale([array.reshape(-1)], weights.share * weights.by_rank.size)
+        else:
+            array.fill(0)
 
 
 def _finite(array: Array) -> bool:
     return not trees.is_inexact(array.dtype) or all_finite(array)
 
 
-def _not_finite(group: Group, names: Sequence[str], arrays: Sequence[Array]) -> NotFinite:
+def _not_finite(group: AnyGroup, arrays: dict[str, Array]) -> NotFinite:
     """Return the error that names the lowest rank with a NaN or infinite value, and its first such leaf.
 
-    All ranks call it.
+    All ranks call it, each with the arrays that it has added to the sum.
     """
-    named = zip(names, arrays, strict=True)
-    mine = next(([name, faults(array)] for name, array in named if not _finite(trees.contiguous(array))), None)
+    mine = next(([name, faults(one)] for name, one in arrays.items() if not _finite(trees.contiguous(one))), None)
     facts: dict[str, Any] = {"operation": "all_reduce", "generation": group.generation}
     for rank, found in enumerate(group.all_gather_values(mine)):
         if found is not None:

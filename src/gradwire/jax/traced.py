@@ -20,8 +20,8 @@ from jax.interpreters import ad, batching, mlir
 
 from gradwire.arrays import Array
 from gradwire.errors import UnsupportedOp
-from gradwire.group.schedule_runner import Site
 from gradwire.jax import failures, reduction, trees
+from gradwire.jax.reduction import How
 
 all_reduce_p = Primitive("gradwire_all_reduce")
 all_reduce_p.multiple_results = True
@@ -34,22 +34,25 @@ def _order() -> Any:
     return effect
 
 
-def _eager(*leaves: Any, names: tuple[str, ...], source: Any, op: str, check_finite: bool, site: Site) -> list[Any]:
+def _eager(*operands: Any, names: tuple[str, ...], source: Any, how: How) -> list[Any]:
     """Run the primitive outside of compiled programs: in plain Python, or in `grad` without `jit`."""
-    results = reduction.reduced(source, names, reduction.values(leaves), op, check_finite, site)
-    return trees.as_jax(results, leaves)
+    results = reduction.reduced(source, names, reduction.values(operands), how)
+    return trees.as_jax(results, _leaves(operands, how))
 
 
-def _shapes(*leaves: Any, **_: Any) -> tuple[Sequence[Any], set[Any]]:
-    return leaves, {_order()}
+def _leaves(operands: Sequence[Any], how: How) -> Sequence[Any]:
+    """Return the operands without the weight, which is the first one of a weighted mean."""
+    return operands if how.weigh is None else operands[1:]
 
 
-def _lower(
-    ctx: Any, *operands: Any, names: tuple[str, ...], source: Any, op: str, check_finite: bool, site: Site
-) -> Any:
+def _shapes(*operands: Any, how: How, **_: Any) -> tuple[Sequence[Any], set[Any]]:
+    return _leaves(operands, how), {_order()}
+
+
+def _lower(ctx: Any, *operands: Any, names: tuple[str, ...], source: Any, how: How) -> Any:
     def callback(*arrays: Array) -> Sequence[Array]:
         with failures.stored_errors():
-            return reduction.reduced(source, names, [np.asarray(array) for array in arrays], op, check_finite, site)
+            return reduction.reduced(source, names, [np.asarray(array) for array in arrays], how)
 
     results, token, _ = mlir.emit_python_callback(
         ctx,
@@ -64,35 +67,50 @@ def _lower(
     return results
 
 
-def _of_nonzero(values: Sequence[Any], names: tuple[str, ...], **how: Any) -> list[Any]:
-    """All-reduce the values that are not symbolic zeros, which are the same on all ranks: all trace one program."""
+def _of_nonzero(
+    weight: Sequence[Any], values: Sequence[Any], *, names: tuple[str, ...], source: Any, how: How
+) -> list[Any]:
+    """All-reduce the values that are not symbolic zeros, which are the same on all ranks: all trace one program.
+
+    `weight` holds the weight of a weighted mean, or nothing.
+    """
     results = list(values)
     live = [at for at, value in enumerate(values) if type(value) is not ad.Zero]
     if live:
-        reduced = all_reduce_p.bind(*(values[at] for at in live), names=tuple(names[at] for at in live), **how)
+        some = tuple(names[at] for at in live)
+        reduced = all_reduce_p.bind(*weight, *(values[at] for at in live), names=some, source=source, how=how)
         for at, value in zip(live, reduced, strict=True):
             results[at] = value
     return results
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> tuple[list[Any], list[Any]]:
-    op = how["op"]
-    if op not in ("sum", "mean") and any(type(tangent) is not ad.Zero for tangent in tangents):
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    how: How = params["how"]
+    live = _leaves(tangents, how)  # the API stops the gradient of the weight
+    if how.op not in ("sum", "mean") and any(type(tangent) is not ad.Zero for tangent in live):
         raise UnsupportedOp(
-            f"all_reduce(op={op!r}) has no gradient; only sum and mean have one. If no gradient is needed, pass "
+            f"all_reduce(op={how.op!r}) has no gradient; only sum and mean have one. If no gradient is needed, pass "
             "jax.lax.stop_gradient(x)",
             operation="all_reduce",
         )
-    return all_reduce_p.bind(*primals, **how), _of_nonzero(tangents, **how)
+    weight = primals[: len(primals) - len(live)]
+    return all_reduce_p.bind(*primals, **params), _of_nonzero(weight, live, **params)
 
 
-def _transpose(cotangents: Sequence[Any], *leaves: Any, **how: Any) -> list[Any]:
-    """All-reduce the cotangents: the loss is the sum of all ranks' losses, and each operand is part of every result."""
-    return _of_nonzero(cotangents, **how)
+def _transpose(cotangents: Sequence[Any], *operands: Any, how: How, **params: Any) -> list[Any]:
+    """All-reduce the cotangents: the loss is the sum of all ranks' losses, and each operand is part of every result.
+
+    In a weighted mean, a rank scales its operand before the sum. So it scales the sum of the cotangents here.
+    """
+    weight = operands[: len(operands) - len(cotangents)]
+    return [None for _ in weight] + _of_nonzero(weight, cotangents, how=how.transposed(), **params)
 
 
-def _batch(leaves: Sequence[Any], axes: Sequence[Any], **how: Any) -> tuple[list[Any], Sequence[Any]]:
-    return all_reduce_p.bind(*leaves, **how), axes
+def _batch(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
+    how: How = params["how"]
+    if how.weigh is not None and axes[0] is not None:
+        raise UnsupportedOp("all_reduce takes one weight, so vmap cannot map over weights", operation="all_reduce")
+    return all_reduce_p.bind(*operands, **params), _leaves(axes, how)
 
 
 all_reduce_p.def_impl(_eager)

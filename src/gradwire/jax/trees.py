@@ -12,10 +12,12 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, UnsupportedOp
-from gradwire.group import Group
+from gradwire.training.engine_group import AnyGroup
 
 ALIGNED = 64
 """Bytes. XLA uses the memory of an array without a copy if its address is a multiple of this."""
+
+_NUMBERS = (bool, int, float, complex)
 
 BARE = "the array"
 """The name of a leaf that is the whole tree."""
@@ -23,11 +25,48 @@ BARE = "the array"
 
 def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
     """Return the names, leaves and structure of a tree. Names are paths, such as "encoder.0.weight"."""
+    names, leaves, structure = _named_leaves(tree)
+    return names, [_leaf(name, leaf) for name, leaf in zip(names, leaves, strict=True)], structure
+
+
+def _named_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any], Any]:
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") or BARE for path, _ in paths)
     if len(set(names)) != len(names):  # for example {"a.b": …, "a": {"b": …}}
         names = tuple(jax.tree_util.keystr(path) for path, _ in paths)
-    return names, [_leaf(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)], structure
+    return names, [leaf for _, leaf in paths], structure
+
+
+class TreeValues:
+    """The leaves of a tree that have a value to exchange: arrays and numbers.
+
+    The other leaves, such as the functions and strings in a module of equinox, stay in the tree as they are. A Python
+    number has 64 bits here, and stays a Python number: code may branch on it inside of `jit`.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        names, self._all, self._structure = _named_leaves(tree)
+        self._places = [at for at, leaf in enumerate(self._all) if _has_value(leaf)]
+        self.names = tuple(names[at] for at in self._places)
+        self.leaves = [
+            np.asarray(leaf) if type(leaf) in _NUMBERS else _leaf(name, leaf)
+            for name, leaf in zip(self.names, (self._all[at] for at in self._places), strict=True)
+        ]
+        for name, leaf in zip(self.names, self.leaves, strict=True):
+            _check_dtype(name, leaf)
+
+    def rebuilt(self, copies: Sequence[Array]) -> Any:
+        """Return the tree with other values."""
+        leaves = list(self._all)
+        for at, like, copy in zip(self._places, self.leaves, copies, strict=True):
+            leaves[at] = as_jax([copy], [like])[0] if isinstance(like, jax.Array) else copy.item()
+        return jax.tree_util.tree_unflatten(self._structure, leaves)
+
+
+def _has_value(leaf: Any) -> bool:
+    if isinstance(leaf, type):  # np.float32 itself has the attribute __array__ too
+        return False
+    return type(leaf) in _NUMBERS or isinstance(leaf, jax.Array) or hasattr(leaf, "__array__")
 
 
 def _leaf(name: str, leaf: Any) -> Any:
@@ -35,15 +74,22 @@ def _leaf(name: str, leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         try:
             leaf = jnp.asarray(leaf, jnp.result_type(leaf))
-        except TypeError as error:
-            raise ArrayError(f"{name!r}: a {type(leaf).__name__} is not an array") from error
+        except (TypeError, ValueError) as error:  # a ValueError: a string such as "float32"
+            raise ArrayError(
+                f"{name!r}: a {type(leaf).__name__} is not an array. Remove such leaves first, for example with "
+                "equinox.filter(tree, equinox.is_array)"
+            ) from error
     if is_key(leaf):
         raise ArrayError(f"{name!r}: a random key cannot be exchanged; pass its bits, jax.random.key_data(key)")
+    _check_dtype(name, leaf)
+    return leaf
+
+
+def _check_dtype(name: str, leaf: Any) -> None:
     try:
         arrays.parse_dtype(leaf.dtype)
     except ArrayError as error:
         raise ArrayError(f"{name!r}: {error.message}") from None
-    return leaf
 
 
 def is_key(leaf: Any) -> bool:
@@ -76,7 +122,7 @@ def contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else array.copy(order="C")
 
 
-def copied(group: Group, leaves: Sequence[Array]) -> list[Array]:
+def copied(group: AnyGroup, leaves: Sequence[Array]) -> list[Array]:
     """Return writable copies in one new block of memory, shared memory if the group has it."""
     starts, end = [], 0
     for leaf in leaves:

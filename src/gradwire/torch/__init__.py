@@ -24,7 +24,10 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name != "torch":
         raise
-    text = "gw.torch needs PyTorch, which is not installed: pip install torch"
+    text = (
+        "gw.torch needs PyTorch, which is not installed. The CPU build suffices and saves gigabytes of CUDA packages: "
+        "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    )
     raise ModuleNotFoundError(text, name="torch") from None
 
 import typing_extensions  # always installed: torch depends on it

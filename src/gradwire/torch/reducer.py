@@ -28,6 +28,7 @@ from gradwire.host import malloc
 from gradwire.torch.gradient_views import GradientViews
 from gradwire.torch.ready_order import ReadyOrder
 from gradwire.torch.views import as_array, tensors_in
+from gradwire.training.communicator import Communicator
 from gradwire.training.gradients import GradientSync
 
 
@@ -39,7 +40,7 @@ def _no_reference() -> None:
 _OWNERS = WeakTensorKeyDictionary()
 # For each group, the reducer that began first in the current backward pass. Only this one overlaps: the order in which
 # the buckets of two models become complete can differ between ranks, and the group needs one order.
-_FIRST: weakref.WeakKeyDictionary[Group, Callable[[], Reducer | None]] = weakref.WeakKeyDictionary()
+_FIRST: weakref.WeakKeyDictionary[Communicator, Callable[[], Reducer | None]] = weakref.WeakKeyDictionary()
 
 
 class Reducer:

@@ -1,5 +1,7 @@
 """The training layer on top of the collectives. It imports no framework.
 
+communicator      `gw.Communicator`: the calls that training code needs of a group
+engine_group      runs gradwire's operations on a user's communicator
 agreement_check   compares the names, shapes and settings of all ranks before they exchange tensors
 finite            finds NaN and infinite values
 sampler           `Sampler`: assigns samples to ranks

@@ -8,10 +8,10 @@ from typing import Any
 import xxhash
 
 from gradwire.errors import ConfigError
-from gradwire.group import Group
+from gradwire.training.engine_group import AnyGroup
 
 
-def check_and_gather(group: Group, operation: str, items: Sequence[str], value: Any = None) -> list[Any]:
+def check_and_gather(group: AnyGroup, operation: str, items: Sequence[str], value: Any = None) -> list[Any]:
     """Return the `value` of every rank, by rank, after checking that all ranks pass the same `items`.
 
     If the items differ, every rank raises the same `ConfigError`. It names the first rank that differs from rank 0 and
@@ -25,7 +25,7 @@ def check_and_gather(group: Group, operation: str, items: Sequence[str], value: 
     raise _difference(group, operation, items_by_rank)
 
 
-def _difference(group: Group, operation: str, items_by_rank: Sequence[Sequence[str]]) -> ConfigError:
+def _difference(group: AnyGroup, operation: str, items_by_rank: Sequence[Sequence[str]]) -> ConfigError:
     """Return the error about the first rank that differs from rank 0. Its text is the same on every rank."""
     expected = items_by_rank[0]
     rank = next(rank for rank, items in enumerate(items_by_rank) if list(items) != list(expected))

@@ -10,7 +10,6 @@ import numpy as np
 
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError, NotFinite
-from gradwire.group.internals import GroupInternals
 from gradwire.group.work import Work
 from gradwire.operations.types import Operation
 from gradwire.training import finite
@@ -32,11 +31,11 @@ class Backward:
     calling thread. If the ranks have weights, the constructor starts the exchange of these weights.
     """
 
-    def __init__(self, reduction: BucketReduction, internals: GroupInternals, *, beside: bool) -> None:
+    def __init__(self, reduction: BucketReduction, *, beside: bool) -> None:
         self._reduction = reduction
         self._bucket_set = reduction.bucket_set
         self._buckets = reduction.bucket_set.buckets
-        self._internals = internals
+        self._internals = reduction.bucket_set.internals
         self._overlaps = reduction.bucket_set.group.size > 1
         self._lock = threading.Lock()
         self._started = 0  # number of buckets whose reduction has started; buckets are reduced in order

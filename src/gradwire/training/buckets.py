@@ -18,9 +18,8 @@ import xxhash
 from gradwire import arrays
 from gradwire.arrays import Array, DType, check_reduction
 from gradwire.errors import ArrayError, ConfigError, UnsupportedOp
-from gradwire.group import Group
-from gradwire.group.internals import GroupInternals
 from gradwire.training.bucket_writer import BucketWriter
+from gradwire.training.engine_group import AnyGroup, internals_of
 
 ALIGNMENT = 64  # bytes: each gradient begins on a cache line
 
@@ -130,15 +129,15 @@ def _padded_count(tensor: Tensor) -> int:
     return -(-tensor.count // line) * line
 
 
-def make_buckets(group: Group, order: Sequence[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[Bucket]:
+def make_buckets(group: AnyGroup, order: Sequence[Tensor], bucket_bytes: int, first_bucket_bytes: int) -> list[Bucket]:
     """Create the buckets for these tensors in the group's memory, filled with zeros."""
     parts = partition(order, bucket_bytes, first_bucket_bytes)
     return [_bucket(group, index, part) for index, part in enumerate(parts)]
 
 
-def _bucket(group: Group, index: int, part: Sequence[Tensor]) -> Bucket:
+def _bucket(group: AnyGroup, index: int, part: Sequence[Tensor]) -> Bucket:
     dtype = part[0].dtype
-    flat = _zeros(group, sum(map(_padded_count, part)), dtype)
+    flat = internals_of(group).zeros(sum(map(_padded_count, part)), dtype)
     places, at = {}, 0
     for tensor in part:
         places[tensor.name] = slice(at, at + tensor.count)
@@ -157,13 +156,14 @@ class BucketSet:
 
     def __init__(
         self,
-        group: Group,
+        group: AnyGroup,
         tensors: Mapping[str, Tensor],
         order: Sequence[str],
         sizes: tuple[int, int],
         previous: BucketSet | None = None,
     ) -> None:
         self.group = group
+        self.internals = internals_of(group)
         self.order = tuple(order)
         self.names = frozenset(tensors)
         self.numbers = {name: number for number, name in enumerate(tensors)}
@@ -179,12 +179,6 @@ class BucketSet:
     def flats(self) -> list[Array]:
         """The flat arrays of all buckets."""
         return [bucket.flat for bucket in self.buckets]
-
-
-def _zeros(group: Group, count: int, dtype: DType) -> Array:
-    """Allocate zeros. New shared memory of the group is already zero, and uses no physical memory until written."""
-    flat = group.empty(count, dtype.storage)
-    return flat if GroupInternals(group).is_shared(flat) else np.zeros(count, dtype.storage)
 
 
 def check_bytes(name: str, nbytes: Any) -> int:

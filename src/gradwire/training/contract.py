@@ -12,19 +12,21 @@ import xxhash
 from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError, ReplicasDiverged
-from gradwire.group import Group
+from gradwire.operations.types import check_root
 from gradwire.training import agreement_check
+from gradwire.training.communicator import Communicator
+from gradwire.training.engine_group import group_for
 
 _TOGETHER = 64 << 10  # bytes: smaller tensors of one dtype are broadcast in one call
 
 
-def check_replicas(group: Group, tensors: Mapping[str, Any]) -> str:
+def check_replicas(group: Communicator, tensors: Mapping[str, Any]) -> str:
     """Check that all ranks hold the same tensors: names, shapes, dtypes and bits. All ranks must call it.
 
     The ranks exchange 32 bytes, and more only if they differ. The group stays usable after the error.
 
     Args:
-        group: The group whose ranks are compared.
+        group: The group whose ranks are compared, or another `Communicator`.
         tensors: A dict of arrays by name.
 
     Returns:
@@ -39,12 +41,13 @@ def check_replicas(group: Group, tensors: Mapping[str, Any]) -> str:
     >>> with gw.init() as group: len(gw.check_replicas(group, {"w": np.ones(3)}))
     32
     """
+    calls = group_for(group)
     digests = {name: _digest(name, tensor) for name, tensor in _named(tensors).items()}
     whole = xxhash.xxh3_128("".join(f"{name}\0{digest}\0" for name, digest in digests.items()).encode())
     mine = np.frombuffer(whole.digest(), np.uint8)
-    both = group.all_reduce(np.concatenate([mine, 255 - mine]), op="max")  # gives both the maximum and the minimum
+    both = calls.all_reduce(np.concatenate([mine, 255 - mine]), op="max")  # gives both the maximum and the minimum
     if (both[:16] + both[16:] != 255).any():
-        raise diverged(group.all_gather_values(list(digests.items())), group.generation)
+        raise diverged(calls.all_gather_values(list(digests.items())), calls.generation)
     return whole.hexdigest()
 
 
@@ -116,7 +119,7 @@ class Contract:
     """Calls `check_replicas` at every `every`-th step.
 
     Args:
-        group: The group whose ranks are compared.
+        group: The group whose ranks are compared, or another `Communicator`.
         every: The number of steps from one check to the next. 0 turns the checks off.
 
     Raises:
@@ -130,9 +133,10 @@ class Contract:
     [100, 200]
     """
 
-    def __init__(self, group: Group, every: int = 1) -> None:
+    def __init__(self, group: Communicator, every: int = 1) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ConfigError(f"every is {every!r}: it must be a number of steps, or 0 for no checks")
+        group_for(group)  # raises if it lacks a call
         self.group = group
         self.every = every
         self._steps = 0
@@ -155,19 +159,19 @@ class Contract:
         check_replicas(self.group, tensors)
         return True
 
-    def rebind(self, group: Group) -> None:
+    def rebind(self, group: Communicator) -> None:
         """Continue with the group of the next generation. All ranks start counting at 0, as joining ranks do."""
         if group is not self.group:
             self.group, self._steps = group, 0
 
 
-def broadcast_named(group: Group, tensors: Mapping[str, Any], root: int = 0) -> Mapping[str, Any]:
+def broadcast_named(group: Communicator, tensors: Mapping[str, Any], root: int = 0) -> Mapping[str, Any]:
     """Copy the tensors of the root into those of every other rank, in place. All ranks must call it.
 
     Use it to start all replicas with the same values.
 
     Args:
-        group: The group whose ranks receive the tensors.
+        group: The group whose ranks receive the tensors, or another `Communicator`.
         tensors: A dict of arrays by name. Names, shapes and dtypes must be the same on all ranks.
         root: The rank whose values are copied.
 
@@ -183,27 +187,29 @@ def broadcast_named(group: Group, tensors: Mapping[str, Any], root: int = 0) -> 
     >>> with gw.init() as group: gw.broadcast_named(group, {"w": np.ones(2)})
     {'w': array([1., 1.])}
     """
+    calls = group_for(group)
+    root = check_root(root, calls.size)
     views = {}
     for name, tensor in _named(tensors).items():
         try:
-            views[name] = arrays.view(tensor, writable=group.rank != root)
+            views[name] = arrays.view(tensor, writable=calls.rank != root)
         except ArrayError as error:
             error.args = (f"{name!r}: {error.message}", *error.args[1:])
             raise
     agreement_check.check_and_gather(
-        group, "broadcast_named", [f"{name!r}: {arrays.describe(one.array)}" for name, one in views.items()]
+        calls, "broadcast_named", [f"{name!r}: {arrays.describe(one.array)}" for name, one in views.items()]
     )
     small: dict[arrays.DType, list[arrays.View]] = {}
     for one in views.values():
         if one.flat.nbytes < _TOGETHER:
             small.setdefault(one.dtype, []).append(one)
             continue
-        group.broadcast(one.load(), root)
-        _store([one], one.flat, group.rank == root)
+        calls.broadcast(one.load(), root)
+        _store([one], one.flat, calls.rank == root)
     for several in small.values():
         flat = np.concatenate([one.load() for one in several])
-        group.broadcast(flat, root)
-        _store(several, flat, group.rank == root)
+        calls.broadcast(flat, root)
+        _store(several, flat, calls.rank == root)
     return tensors
 
 

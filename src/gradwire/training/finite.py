@@ -7,8 +7,8 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import NotFinite
-from gradwire.group import Group
 from gradwire.host import native_core
+from gradwire.training.engine_group import AnyGroup
 
 CHUNK = 1 << 16  # elements that NumPy checks at a time, so that its temporary arrays stay in the CPU caches
 
@@ -55,7 +55,7 @@ def faults(array: Array) -> str:
     return f"{' and '.join(found)} of {array.size} element{'s' if array.size != 1 else ''}"
 
 
-def not_finite(group: Group, found: list[list[str]]) -> NotFinite:
+def not_finite(group: AnyGroup, found: list[list[str]]) -> NotFinite:
     """Return the same error on all ranks: about the lowest rank with a fault, and its first faulty tensor.
 
     `found` lists this rank's faulty tensors, as pairs of a name and a description. All ranks call it.

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError
-from gradwire.group import Group
-from gradwire.group.internals import GroupInternals
 from gradwire.operations.types import check_algorithm
 from gradwire.training import agreement_check, norms
 from gradwire.training.backward import Backward
 from gradwire.training.bucket_reduction import BucketReduction, Compressing, Compression
 from gradwire.training.buckets import BucketSet, check_bytes, checked_gradients, tensors_like
+from gradwire.training.communicator import Communicator, HasGroup, current_communicator
 from gradwire.training.contract import Contract
-from gradwire.training.weights import Weights
+from gradwire.training.engine_group import check_algorithm_of, group_for
+from gradwire.training.weights import Weights, checked
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
-
-
-class HasGroup(Protocol):
-    """An object whose group changes, such as `gw.Elastic`."""
-
-    group: Group
 
 
 class GradientSync:
@@ -57,8 +51,8 @@ class GradientSync:
     `ready` in different orders and for different gradients.
 
     Args:
-        group: The group whose ranks train together, or an elastic run. With an elastic run, this object moves to the
-            next generation's group when the run does.
+        group: The group whose ranks train together, another `Communicator`, or an elastic run. With an elastic run,
+            this object moves to the next generation's group when the run does.
         like: A dict of arrays with the names, shapes and dtypes of the gradients, in the order of the forward pass.
         bucket_bytes: The size of a bucket.
         first_bucket_bytes: The size of the first bucket. A small one lets communication start early.
@@ -77,7 +71,7 @@ class GradientSync:
 
     def __init__(
         self,
-        group: Group | HasGroup,
+        group: Communicator | HasGroup,
         like: Mapping[str, Any],
         *,
         bucket_bytes: int = BUCKET_BYTES,
@@ -87,8 +81,7 @@ class GradientSync:
         contract_every: int = 0,
         algorithm: str = "auto",
     ) -> None:
-        self._owner = group
-        self._follows = not isinstance(group, Group)
+        self._owner: Any = group
         self._tensors = tensors_like(like)
         self._sizes = check_bytes("bucket_bytes", bucket_bytes), check_bytes("first_bucket_bytes", first_bucket_bytes)
         self._compressing = Compressing.of(compression)
@@ -101,14 +94,16 @@ class GradientSync:
         self._backward: Backward | None = None  # the current backward pass: from its first gradient to `finish`
         self._added: set[str] = set()
         self._agreed = False
-        self.group = group if isinstance(group, Group) else group.group
-        self._internals = GroupInternals(self.group)
+        self.group: Communicator = current_communicator(group)
+        self._follows = self.group is not group
+        self._calls = group_for(self.group)
+        check_algorithm_of(self._calls, algorithm)
         self.contract = Contract(self.group, contract_every)
         self.used: frozenset[str] = frozenset()
         """The names of the gradients that at least one rank had in the last backward pass."""
-        self.total_weight = float(self.group.size)
+        self.total_weight = float(self._calls.size)
         """The sum of all ranks' weights in the last backward pass."""
-        self._bind(BucketSet(self.group, self._tensors, list(reversed(self._tensors)), self._sizes))
+        self._bind(BucketSet(self._calls, self._tensors, list(reversed(self._tensors)), self._sizes))
         self._compressing.check(self._bucket_set)
 
     def __repr__(self) -> str:
@@ -135,7 +130,7 @@ class GradientSync:
         self._compressing.reset()
         self._backward = None
 
-    def rebind(self, group: Group) -> None:
+    def rebind(self, group: Communicator) -> None:
         """Continue with the group of the next generation. The gradients keep their values, in new memory.
 
         With an elastic run this happens automatically.
@@ -145,15 +140,17 @@ class GradientSync:
         """
         if group is self.group:
             return
+        calls = group_for(group)
+        check_algorithm_of(calls, self._algorithm)
         self._forget_backward()
-        self.group, self._internals = group, GroupInternals(group)
+        self.group, self._calls = group, calls
         self._agreed, self._added = False, set()
         self.contract.rebind(group)
-        self.used, self.total_weight = frozenset(), float(group.size)
-        self._bind(BucketSet(group, self._tensors, self._bucket_set.order, self._sizes, self._bucket_set))
+        self.used, self.total_weight = frozenset(), float(calls.size)
+        self._bind(BucketSet(calls, self._tensors, self._bucket_set.order, self._sizes, self._bucket_set))
 
     def _follow(self) -> None:
-        if not isinstance(self._owner, Group):
+        if self._follows:
             self.rebind(self._owner.group)
 
     def agree(self) -> bool:
@@ -174,7 +171,7 @@ class GradientSync:
         items = [f"{self._sizes} bytes with {compression} compression", *map(str, self._tensors.values())]
         names, numbers = list(self._tensors), self._bucket_set.numbers
         mine = [numbers[name] for name in self._bucket_set.order] if self.ordered else None
-        orders = agreement_check.check_and_gather(self.group, "GradientSync", items, mine)
+        orders = agreement_check.check_and_gather(self._calls, "GradientSync", items, mine)
         self._agreed = True
         learned = next((one for one in orders if one is not None), None)
         if learned is None or sorted(learned) != list(range(len(names))):
@@ -185,7 +182,7 @@ class GradientSync:
     def _adopt(self, order: list[str]) -> bool:
         if tuple(order) == self._bucket_set.order:
             return False
-        self._bind(BucketSet(self.group, self._tensors, order, self._sizes, self._bucket_set))
+        self._bind(BucketSet(self._calls, self._tensors, order, self._sizes, self._bucket_set))
         return True
 
     def reorder(self, names: Iterable[str]) -> None:
@@ -199,7 +196,7 @@ class GradientSync:
             ConfigError: Rank 0 passed a name without a gradient.
         """
         self.agree()
-        order = list(dict.fromkeys(self.group.broadcast_value(list(names))))
+        order = list(dict.fromkeys(self._calls.broadcast_value(list(names))))
         if unknown := [name for name in order if name not in self._tensors]:
             raise ConfigError(f"rank 0 passed the name {unknown[0]!r} to reorder(), but there is no such gradient")
         named = set(order)
@@ -227,11 +224,11 @@ class GradientSync:
         self.agree()
         self._forget_backward()
         if weight is not None:
-            self._backward = self._new_backward(Weights(weight, self.group.size), beside)
+            self._backward = self._new_backward(Weights(checked(weight), self._calls.size), beside)
 
     def _new_backward(self, weights: Weights | None, beside: bool) -> Backward:
         reduction = BucketReduction(self._bucket_set, self._algorithm, self.check_finite, self._compressing, weights)
-        return Backward(reduction, self._internals, beside=beside)
+        return Backward(reduction, beside=beside)
 
     def _running_backward(self) -> Backward:
         with self._lock:
@@ -376,4 +373,4 @@ class GradientSync:
         Raises:
             ConfigError: `max_norm` is NaN or negative.
         """
-        return norms.clip(self.group, self._bucket_set.flats, max_norm)
+        return norms.clip(self._calls, self._bucket_set.flats, max_norm)

@@ -14,14 +14,14 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ConfigError
-from gradwire.group import Group
 from gradwire.host import native_core
+from gradwire.training.engine_group import AnyGroup
 
 CHUNK = 1 << 15  # elements squared at a time, so that they stay in the CPU caches
 _TINY = 1e-6  # the same constant as in torch.nn.utils.clip_grad_norm_
 
 
-def global_norm(group: Group, flats: Iterable[Array]) -> float:
+def global_norm(group: AnyGroup, flats: Iterable[Array]) -> float:
     """Return the 2-norm of all elements of flat arrays that are the same on all ranks. All ranks call it."""
     mine = sum(squares(flat[_share(flat.size, group.rank, group.size)]) for flat in flats)
     return math.sqrt(group.all_reduce(float(mine)))
@@ -60,7 +60,7 @@ def check_norm(max_norm: float) -> float:
     return float(max_norm)
 
 
-def clip(group: Group, flats: Sequence[Array], max_norm: float) -> float:
+def clip(group: AnyGroup, flats: Sequence[Array], max_norm: float) -> float:
     """Scale replicated flat arrays so that their norm is at most `max_norm`, and return the norm before.
 
     All ranks call it.

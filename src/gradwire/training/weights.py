@@ -11,9 +11,10 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError
-from gradwire.group import Group
 from gradwire.operations.types import Exchange, Operation, Shape
 from gradwire.training import norms
+from gradwire.training.communicator import Communicator
+from gradwire.training.engine_group import group_for
 
 _F64 = arrays.parse_dtype("float64")
 
@@ -28,22 +29,39 @@ def checked(weight: Any) -> float:
 
 
 class Weights:
-    """The weights of all ranks in one mean. They are known after `operation` has run."""
+    """The weights of all ranks in one mean. They are known after `operation` has run.
 
-    def __init__(self, mine: Any, size: int) -> None:
-        self.mine = checked(mine)
-        self.by_rank = np.full(size, self.mine)
+    `call` is the call that passed the weight, for errors. `mine` is not checked here.
+    """
+
+    def __init__(self, mine: float, size: int, call: str = "GradientSync.begin") -> None:
+        self.mine = mine
+        self.by_rank = np.full(size, mine)
+        self._call = call
 
     def operation(self) -> Operation:
         """Return the operation that gathers the weights of all ranks."""
         size = self.by_rank.size
-        shape = Shape("all_gather", _F64, (1,) * size, call="GradientSync.begin(weight)")
+        shape = Shape("all_gather", _F64, (1,) * size, call=f"{self._call}(weight)")
 
         def body(exchange: Exchange) -> None:
             if size > 1:
                 exchange(shape, np.array([self.mine]), self.by_rank)
 
-        return Operation("GradientSync.begin", body)
+        return Operation(self._call, body)
+
+    def check(self, generation: int | None) -> None:
+        """Raise the same `ConfigError` on all ranks if a weight is invalid or if all are 0, after the exchange."""
+        facts: dict[str, Any] = {"operation": self._call, "generation": generation}
+        for rank, weight in enumerate(self.by_rank.tolist()):
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ConfigError(
+                    f"the weight of rank {rank} is {weight!r}: it must be a finite number, 0 or more",
+                    culprit=rank,
+                    **facts,
+                )
+        if not 0 < self.total < math.inf:
+            raise ConfigError(f"the weights of all ranks add up to {self.total!r}, so there is no mean", **facts)
 
     @property
     def total(self) -> float:
@@ -80,11 +98,11 @@ class Weights:
         return float(self.by_rank.max()) / self.total * self.by_rank.size
 
 
-def weighted_mean(group: Group, value: Any, weight: float) -> Any:
+def weighted_mean(group: Communicator, value: Any, weight: float) -> Any:
     """Return the weighted mean of a number or array over all ranks, with the same bits on all ranks.
 
     Args:
-        group: The group whose ranks are averaged. All of them must call it.
+        group: The group whose ranks are averaged, or another `Communicator`. All of them must call it.
         value: A number, or an array of real numbers with the same shape on all ranks.
         weight: The weight of this rank, for example its number of samples. The value of a rank with weight 0 is
             ignored, even if it is NaN.
@@ -101,6 +119,7 @@ def weighted_mean(group: Group, value: Any, weight: float) -> Any:
     >>> with gw.init() as group: gw.weighted_mean(group, 0.25, weight=32)
     0.25
     """
+    calls = group_for(group)
     weight = checked(weight)
     number = isinstance(value, (numbers.Real, np.generic))
     array = np.asarray(value) if number else arrays.as_array(value)
@@ -110,7 +129,7 @@ def weighted_mean(group: Group, value: Any, weight: float) -> Any:
     sums[-1] = weight
     if weight:
         sums[:-1] = array.reshape(-1).astype(np.float64) * weight
-    group.all_reduce(sums)
+    calls.all_reduce(sums)
     means = sums[:-1] / sums[-1] if sums[-1] else np.full(array.size, np.nan)
     if number:
         return float(means[0])

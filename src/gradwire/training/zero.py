@@ -13,9 +13,9 @@ import numpy as np
 from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, Closed, ConfigError, PeerLost
-from gradwire.group import Group
-from gradwire.group.internals import GroupInternals
 from gradwire.training import agreement_check
+from gradwire.training.communicator import Communicator
+from gradwire.training.engine_group import group_for, internals_of
 
 ROUND_BYTES = 16 << 20  # bytes of weights per all-gather, of all ranks together
 
@@ -58,7 +58,7 @@ class ShardedOptimizer(Generic[O]):
     optimizer.
 
     Args:
-        group: The group whose ranks share the optimizer state.
+        group: The group whose ranks share the optimizer state, or another `Communicator`.
         weights: A dict of writable arrays by name. Names, shapes and dtypes must be the same on all ranks.
         make: A function that receives this rank's share of `weights` and returns its optimizer: an object with a method
             `step(gradients)` that updates these arrays in place.
@@ -84,11 +84,12 @@ class ShardedOptimizer(Generic[O]):
     {'w': array([0.9, 0.9]), 'b': array([-0.1])}
     """
 
-    def __init__(self, group: Group, weights: Mapping[str, Any], make: Callable[[dict[str, Any]], O]) -> None:
+    def __init__(self, group: Communicator, weights: Mapping[str, Any], make: Callable[[dict[str, Any]], O]) -> None:
         self.group = group
+        self._calls = group_for(group)
         self._weights = {name: _array(name, weight) for name, weight in weights.items()}
         described = [f"{name!r}: {arrays.describe(weight)}" for name, weight in self._weights.items()]
-        agreement_check.check_and_gather(group, "ShardedOptimizer", described)
+        agreement_check.check_and_gather(self._calls, "ShardedOptimizer", described)
         self.owners = assign({name: weight.nbytes for name, weight in self._weights.items()}, group.size)
         """The rank that owns each tensor, by name."""
         self.share = {name: weights[name] for name, rank in self.owners.items() if rank == group.rank}
@@ -125,7 +126,7 @@ class ShardedOptimizer(Generic[O]):
         if unknown := [name for name in gradients if name not in self._weights]:
             raise ConfigError(f"there is a gradient {unknown[0]!r}, but there are no weights of this name")
         try:
-            GroupInternals(self.group).check("ShardedOptimizer.step")
+            internals_of(self._calls).check("ShardedOptimizer.step")
             self.optimizer.step({name: gradients[name] for name in self._owned if gradients.get(name) is not None})
             self._check_owned()
             for names in self._rounds:
@@ -197,7 +198,7 @@ class ShardedOptimizer(Generic[O]):
         rank = self.group.rank
         dtype = next(self._weights[name].dtype for batch in names for name in batch)
         mine = [self._weights[name].reshape(-1) for name in names[rank]]
-        gathered = self.group.all_gather(np.concatenate(mine) if mine else np.empty(0, dtype))
+        gathered = self._calls.all_gather(np.concatenate(mine) if mine else np.empty(0, dtype))
         at = 0
         for source, batch in enumerate(names):
             for name in batch:

@@ -13,11 +13,12 @@ from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import ArrayError, ConfigError
 from gradwire.executors import numerics
-from gradwire.group import Group
-from gradwire.group.internals import GroupInternals, queue_on
+from gradwire.group.internals import queue_on
 from gradwire.group.stream import Stream
 from gradwire.host import native_core
 from gradwire.operations import Exchange, Operation
+from gradwire.training.communicator import Communicator
+from gradwire.training.engine_group import group_for, internals_of
 
 BYTE = arrays.parse_dtype("uint8")
 Key = tuple[int, int, Any]
@@ -62,21 +63,23 @@ class Compression:
         self._saved: dict[Key, dict[str, Any]] = {}
         self._scratch: dict[str, Array] = {}
 
-    def exchange(self, through: Group | Stream, bucket: Any, scale: Scale = 1.0, timeout: float | None = None) -> Any:
+    def exchange(
+        self, through: Communicator | Stream, bucket: Any, scale: Scale = 1.0, timeout: float | None = None
+    ) -> Any:
         """Replace the bucket by the sum over all ranks of `scale · bucket`, in place. All ranks must call it.
 
         A bucket is identified by its memory: the residual of an array is added to the next array at the same address
         with the same size and dtype.
 
         Args:
-            through: The group or stream that exchanges the bytes.
+            through: The group, stream or communicator that exchanges the bytes.
             bucket: A writable array of floating-point numbers.
             scale: The factor of this rank. For a mean, the factors of all ranks add up to 1. A function is called when
                 the exchange runs, and returns the factor.
             timeout: Seconds for the whole exchange; None means the group's timeout.
 
         Returns:
-            On a group, the bucket. On a stream, a `Work` whose result is the bucket.
+            On a group or communicator, the bucket. On a stream, a `Work` whose result is the bucket.
 
         Raises:
             ArrayError: The bucket does not hold floating-point numbers.
@@ -89,7 +92,7 @@ class Compression:
         operation = self.operation(bucket, scale)
         if isinstance(through, Stream):
             return queue_on(through, operation, timeout)
-        return GroupInternals(through).run(operation, timeout)
+        return internals_of(group_for(through)).run(operation, timeout)
 
     def reset(self) -> None:
         """Discard all residuals. Call it on every rank when a new generation begins.
