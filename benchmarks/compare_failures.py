@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -64,12 +65,16 @@ def work(engine: str) -> None:
         os._exit(1)
 
 
-def start(engine: str) -> list[subprocess.Popen[bytes]]:
-    """The ranks, or the launcher of MPI's ranks; all write to one pipe each."""
+def start(engine: str, scratch: str) -> list[subprocess.Popen[bytes]]:
+    """The ranks, or the launcher of MPI's ranks; all write to one pipe each.
+
+    Open MPI leaves its segments behind when its ranks are killed, so they are in the folder `scratch`.
+    """
     work = [sys.executable, os.path.abspath(__file__), "--work", engine]
     if engine == "mpi":
         work = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-n", str(RANKS), *work]
-        return [subprocess.Popen(work, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)]
+        environ = os.environ | {"TMPDIR": scratch, "OMPI_MCA_btl_sm_backing_directory": scratch}
+        return [subprocess.Popen(work, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ)]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -93,7 +98,8 @@ class Job:
     """The ranks of one engine, and what they have reported."""
 
     def __init__(self, engine: str) -> None:
-        self.processes = start(engine)
+        self._scratch = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="compare-")
+        self.processes = start(engine, self._scratch.name)
         self.pids: dict[int, int] = {}
         self.raised: dict[int, str] = {}
         self.ended_at: dict[int, float] = {}
@@ -122,6 +128,7 @@ class Job:
         for process in self.processes:
             process.kill()
             process.wait()
+        self._scratch.cleanup()
 
 
 def measure(engine: str, how: str, limit: float) -> str:

@@ -50,6 +50,7 @@ EXPECTED = {
     "Fenced",
     "Finished",
     "GradwireError",
+    "GroupTimeout",
     "InvalidRank",
     "InvalidSize",
     "JournalError",

@@ -28,6 +28,8 @@ GENERATED: dict[str, Callable[[], str]] = {
 }
 ARRAY = re.compile(r"~?numpy\.ndarray\[.*?dtype\[[^]]*\]\]")
 SHORT_CODE = 24  # characters
+LONG_CELL = 100  # characters
+BREAKS = re.compile(r"(?<=[/_])(?=\w)|(?<=::)")  # where a path or a long name may continue on the next line
 # Programs get objects of these classes from others, and do not call their constructors.
 NOT_CONSTRUCTED = {
     *(f"gradwire.{name}" for name in ("Capabilities", "Elastic", "Group", "Step", "Stream", "Work")),
@@ -80,12 +82,28 @@ def _shorten_signature(
 
 
 def _polish(app: Sphinx, tree: nodes.document) -> None:
-    """Let style.css keep short code on one line, and write a dash between a parameter and its meaning."""
+    """Help style.css to wrap code and the cells of tables, and write a dash between a parameter and its meaning."""
     for code in tree.findall(nodes.literal):
         if len(code.astext()) <= SHORT_CODE:
             code["classes"].append("short")
+        elif all(isinstance(child, nodes.Text) for child in code.children):
+            _let_wrap(code)
+    for cell in tree.findall(nodes.entry):
+        if len(cell.astext()) > LONG_CELL:
+            cell["classes"].append("long")
+        if all(isinstance(part, nodes.literal) or part == " " for line in cell.children for part in line.children):
+            cell["classes"].append("codes")
     for text in [text for text in tree.findall(nodes.Text) if text == " -- "]:
         text.parent.replace(text, nodes.Text(" – "))
+
+
+def _let_wrap(code: nodes.literal) -> None:
+    """Let the browser begin a new line inside of code. What a reader copies from the page stays the same."""
+    first, *others = BREAKS.split(code.astext())
+    code.clear()
+    code += nodes.Text(first)
+    for part in others:
+        code += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
 
 
 def _find_by_last_name(

@@ -7,6 +7,7 @@ private copy instead: `load()` fills the copy and `store()` writes it back.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import numbers
 import sys
@@ -22,6 +23,8 @@ from gradwire.errors import ArrayError, UnsupportedOp
 Array = npt.NDArray[Any]
 Counts = Sequence[int] | npt.NDArray[np.integer[Any]]
 REDUCE_OPS = ("sum", "mean", "min", "max", "prod")
+# What other libraries call these ops, for the hint of an error.
+_OTHER_NAMES = {"avg": "mean", "average": "mean", "add": "sum", "product": "prod", "mul": "prod"}
 _HOST_MEMORY = (1, 3, 11)  # DLPack's kDLCPU, kDLCUDAHost and kDLROCMHost; the last two are pinned host memory
 _OVERLAP_STEPS = 1000  # that the exact test for overlapping memory may take; after that it assumes an overlap
 
@@ -137,14 +140,20 @@ def parse_dtype(dtype: Any) -> DType:
     return _row(parsed)
 
 
-def check_reduction(op: Any, dtype: DType) -> None:
-    """Raise `UnsupportedOp` if the dtype does not support `op`, such as the mean of integers."""
+def check_reduction(op: Any, dtype: DType, operation: str) -> None:
+    """Raise `UnsupportedOp` if the dtype does not support `op`, such as the mean of integers.
+
+    `operation` is the name of the call that reduces.
+    """
     if isinstance(op, str) and op in dtype.ops:
         return
     if not isinstance(op, str) or op not in REDUCE_OPS:
-        raise UnsupportedOp(f"unknown reduce op {op!r}; there are {', '.join(REDUCE_OPS)}", operation=str(op))
+        name = str(op).lower().rpartition(".")[2]  # of an enumeration too: ReduceOp.AVG
+        meant = difflib.get_close_matches(_OTHER_NAMES.get(name, name), REDUCE_OPS, 1, cutoff=0.85)
+        hint = f"did you mean {meant[0]!r}? There are" if meant else "there are"
+        raise UnsupportedOp(f"unknown reduce op {op!r}: {hint} {', '.join(REDUCE_OPS)}", operation=operation)
     hint = "; convert to a float type first" if op == "mean" else ""
-    raise UnsupportedOp(f"op {op!r} has no meaning for {dtype.name}{hint}", operation=op)
+    raise UnsupportedOp(f"op {op!r} has no meaning for {dtype.name}{hint}", operation=operation)
 
 
 def as_array(x: Any) -> Array:

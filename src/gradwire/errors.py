@@ -7,6 +7,8 @@
     ├── ArrayError (TypeError)              the array cannot be used: read-only, big-endian, not in CPU memory
     ├── UnsupportedOp                       this dtype, algorithm or backend does not support the operation
     ├── SizeMismatch (ValueError)           a received message does not fit the buffer; the message is kept
+    ├── Timeout (TimeoutError)              a call did not finish in time; the group stays usable
+    │   └── GroupTimeout                    see Broken
     ├── NoConnection (ConnectionError)      no coordinator or peer answered
     │   └── Refused                         the coordinator or peer refused: wrong secret, rank in use, another job …
     │       ├── Finished                    the job has finished and cannot be joined
@@ -23,14 +25,13 @@
         ├── PeerLost (ConnectionError)      a rank died, left or was disconnected while other ranks needed it
         ├── CollectiveMismatch              ranks called different collectives, or the same one with different arguments
         ├── Aborted                         a rank stopped on purpose: `abort()`, an exception, Ctrl-C
-        └── Timeout (TimeoutError)          a collective did not finish in time. Also raised by recv, send and wait: the
-                                            group then stays usable and `.culprit` is None
+        └── GroupTimeout (Timeout)          a collective did not finish in time
 
 `collectives.InvalidSchedule` also derives from GradwireError: an algorithm is wrong. It is raised before the schedule
 runs.
 
 Errors carry their facts as attributes: `culprit` (a world rank or None), `operation`, `generation`, and where they
-apply `rank`, `peer` and `seconds`.
+apply `rank`, `peer`, `seconds`, and `step` (the step of an elastic run in which the error occurred).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class GradwireError(Exception):
         rank: int | None = None,
         peer: int | None = None,
         seconds: float | None = None,
+        step: int | None = None,
     ) -> None:
         super().__init__(message)
         self.culprit = culprit
@@ -59,6 +61,7 @@ class GradwireError(Exception):
         self.rank = rank
         self.peer = peer
         self.seconds = seconds
+        self.step = step
 
     @property
     def message(self) -> str:
@@ -82,7 +85,14 @@ class ConfigError(GradwireError, ValueError):
 
 
 class InvalidRank(ConfigError):
-    """A rank does not exist in the group, or is the caller's own where a peer is required."""
+    """A rank does not exist in the group, or is the caller's own where a peer is required.
+
+    `rank` is the invalid number, if it is one, and `size` the number of ranks.
+    """
+
+    def __init__(self, message: str = "", *, size: int | None = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.size = size
 
 
 class InvalidSize(ConfigError):
@@ -94,11 +104,26 @@ class ArrayError(GradwireError, TypeError):
 
 
 class UnsupportedOp(GradwireError):
-    """The dtype, algorithm or backend does not support the operation. Raised before anything was sent."""
+    """The dtype, algorithm or backend does not support the operation. Raised before anything was sent.
+
+    `operation` is the name of the call.
+    """
 
 
 class SizeMismatch(GradwireError, ValueError):
-    """A received message does not fit the buffer; it is kept for a later `recv` with a buffer that fits."""
+    """A received message does not fit the buffer; it is kept for a later `recv` with a buffer that fits.
+
+    `expected` is the number of bytes of the buffer, and `got` that of the message.
+    """
+
+    def __init__(self, message: str = "", *, expected: int | None = None, got: int | None = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.expected = expected
+        self.got = got
+
+
+class Timeout(GradwireError, TimeoutError):
+    """A call did not finish in time. The group stays usable, unless the error is a `GroupTimeout`."""
 
 
 class NoConnection(GradwireError, ConnectionError):
@@ -189,5 +214,5 @@ class Aborted(Broken):
     """A rank stopped on purpose: `abort()`, an exception that left `with group`, or Ctrl-C."""
 
 
-class Timeout(Broken, TimeoutError):
-    """An operation did not finish in time. This breaks the group, unless `recv`, `send` or `wait` raised it."""
+class GroupTimeout(Timeout, Broken):
+    """A collective did not finish in time, or a rank stopped reading in the middle of a message."""

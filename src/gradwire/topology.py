@@ -64,7 +64,7 @@ class Topology:
         0
         """
         if not 0 <= rank < self.size:
-            raise InvalidRank(f"rank {rank} is not one of 0 … {self.size - 1}", rank=rank)
+            raise InvalidRank(f"rank {rank} is not one of 0 … {self.size - 1}", rank=rank, size=self.size)
         return self._host[rank]
 
 

@@ -14,10 +14,14 @@ NAME = "gradwire"
 def register() -> None:
     """Tell torch of the backend, whose code is imported when a process group is made of it."""
     try:
-        from torch.distributed import Backend
+        from torch.distributed import Backend, distributed_c10d
 
         if NAME not in Backend.backend_list:
             Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        # From torch 2.15 on, torch attaches its flight recorder to the groups of all backends that are not in this
+        # set. It needs a backend in C++, which a process group in Python has not: making the group would fail.
+        not_recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        not_recorded.add(NAME)
     except Exception:  # torch without torch.distributed, or one that names things differently
         return
 

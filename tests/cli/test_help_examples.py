@@ -57,6 +57,7 @@ def of_the_benchmarks() -> list[str]:
 
 EXAMPLES = of_help_texts()
 MEASURING = list(dict.fromkeys([*of_the_benchmarks(), *(one for one in EXAMPLES if re.search(r"gradwire bench", one))]))
+INSTALLING = [one for one in MEASURING if "--install" in one]
 WITH_ADDRESS = [one for one in EXAMPLES if re.search(r"\d:\d", one)]
 TUNING = [one for one in EXAMPLES if re.fullmatch(r"gradwire tune(?! --show).*", one)]
 OTHERS = [one for one in EXAMPLES if one not in {*MEASURING, *WITH_ADDRESS, *TUNING}]
@@ -162,11 +163,20 @@ def test_example_with_an_address_runs_as_written(example: str, folder: Path, net
         run(example.replace("…", token), folder, network, {"GRADWIRE_INSECURE": "1"})
 
 
+@pytest.fixture(name="engines", scope="module")
+def engines_fixture(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """The environment in which the examples find the engines that they compare with: other examples installed them."""
+    cache = tmp_path_factory.mktemp("cache")
+    environ = {"XDG_CACHE_HOME": str(cache)}
+    for example in INSTALLING:
+        run(example, cache, environ=environ, timeout=540)
+    return environ
+
+
 @pytest.mark.slow
-def test_measuring_examples_run_as_written(folder: Path) -> None:
-    """One after the other, because the first ones install what the others compare with."""
-    for example in sorted(MEASURING, key=lambda example: "--install" not in example):
-        run(example, folder, timeout=540)
+@pytest.mark.parametrize("example", [one for one in MEASURING if one not in INSTALLING])
+def test_measuring_example_runs_as_written(example: str, folder: Path, engines: Mapping[str, str]) -> None:
+    run(example, folder, environ=engines, timeout=540)
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def test_timeout_names_the_missing_rank_and_its_last_call(groups: list[gw.Group]
             assert took > 0.3
             everybody_else_is_done.wait()
         assert isinstance(caught.value, TimeoutError)
+        assert isinstance(caught.value, gw.Broken)
         assert (caught.value.culprit, caught.value.operation) == (late, "all_reduce")
         assert (caught.value.generation, caught.value.seconds) == (1, 0.6)
         with pytest.raises(gw.Timeout, match="did not finish"):
@@ -129,7 +130,7 @@ def test_timeout_says_how_a_living_process_is_stuck(job: StartJob, how: str, sai
     with job(waits_for_rank_1, 3, how, 0.6) as ranks:
         for rank in (ranks[0], ranks[2]):
             report = rank.receive()
-            assert (report["error"], report["culprit"]) == ("Timeout", 1), report
+            assert (report["error"], report["culprit"]) == ("GroupTimeout", 1), report
             assert re.fullmatch(
                 rf"all_reduce #2 did not finish within its timeout of 0.6 s: {expected}", report["text"]
             ), report["text"]

@@ -261,7 +261,14 @@ def test_point_to_point_with_its_own_rank_raises_invalid_rank(pair: tuple[gw.Gro
     for call in (lambda: one.send(x, 0), lambda: one.recv(x, 0), lambda: one.sendrecv(x, x.copy(), 1, 0)):
         with pytest.raises(gw.InvalidRank, match="this rank itself") as caught:
             call()
-        assert caught.value.peer == 0
+        assert (caught.value.peer, caught.value.rank, caught.value.size) == (0, 0, 2)
+
+
+def test_recv_without_a_message_raises_a_timeout_that_is_not_broken(pair: tuple[gw.Group, gw.Group]) -> None:
+    with pytest.raises(gw.Timeout) as caught:
+        pair[0].recv(np.zeros(1), src=1, timeout=0.01)
+    assert not isinstance(caught.value, gw.Broken)
+    assert caught.value.culprit is None
 
 
 @pytest.mark.parametrize("tag", [-1, 2**62, 1.5, "a", True])

@@ -123,8 +123,10 @@ def test_send_and_recv_with_its_own_rank_are_refused_and_copy_works(pair: list[g
 def test_recv_into_a_buffer_of_another_size_keeps_the_message(pair: list[gw.Group], nbytes: int) -> None:
     sender = in_background(lambda: pair[0].send(pattern(nbytes), dst=1))
     for wrong in (nbytes - 1, nbytes + 1, 0):
-        with pytest.raises(gw.SizeMismatch, match=f"rank 0 sent {nbytes} bytes with tag 0, the buffer has {wrong}"):
+        message = f"rank 0 sent {nbytes} bytes with tag 0, the buffer has {wrong}"
+        with pytest.raises(gw.SizeMismatch, match=message) as caught:
             pair[1].recv(np.zeros(wrong, np.uint8), src=0)
+        assert (caught.value.expected, caught.value.got, caught.value.peer) == (wrong, nbytes, 0)
     x = np.zeros(nbytes, np.uint8)
     pair[1].recv(x, src=0)
     assert np.array_equal(x, pattern(nbytes))

@@ -220,7 +220,7 @@ def test_send_that_times_out_halfway_breaks_the_group_and_names_the_receiver(
     assert caught.value.culprit == 1
     starter.join()
     sender.join()
-    assert [type(error) for error in errors] == [gw.Timeout]
+    assert [type(error) for error in errors] == [gw.GroupTimeout]
     assert gate.reached.is_set()
 
 

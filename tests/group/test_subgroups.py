@@ -124,7 +124,7 @@ def test_subgroup_messages_use_its_ranks_and_stay_within_it(five: Crew) -> None:
     ("ranks", "kind", "words"),
     [
         ([], gw.InvalidSize, "at least one rank"),
-        ([0, 1, 1], gw.InvalidRank, "contain a rank twice"),
+        ([0, 1, 1], gw.InvalidRank, "contain rank 1 twice"),
         ([0, 5], gw.InvalidRank, "rank 5 is not one of the ranks 0 … 4"),
         ([0, -1], gw.InvalidRank, "rank -1"),
         ([0, 1.5], gw.InvalidRank, "rank 1.5"),

@@ -110,7 +110,7 @@ def test_member_session_agreed_remote_address_without_tls_or_secret_is_refused(
     """torchrun's store is not trusted: an address from it that is not on this machine gets no proof of the secret."""
     harness = Harness(monkeypatch, numbers=iter((1,)))
     config = JobConfig(address=Address("127.0.0.1", 1), size=2, rank=1, address_taken=True)
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:29500 is not on this machine, and links are not encrypted"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:29500 is not a loopback address, and links are not encrypted"):
         MemberSession(config, harness.connect, lambda offered, timeout: "192.0.2.1:29500").join_next(1e9)
     monkeypatch.delenv("GRADWIRE_TOKEN")
     insecure = dataclasses.replace(config, insecure=True)

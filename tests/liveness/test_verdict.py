@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
+from gradwire.errors import Aborted, Broken, CollectiveMismatch, GroupTimeout, PeerLost
 from gradwire.liveness.call_log import Call
 from gradwire.liveness.verdict import CALLS_SECONDS, DECISION_SECONDS, MAX_FINDINGS, Finding, Verdict
 
@@ -259,7 +259,7 @@ def test_verdict_named_tensors_that_differ_are_named() -> None:
         (LOST_2, PeerLost, "rank 2 (host b, pid 411) closed its link during all_reduce #8, train.py:88"),
         (ABORT_3, Aborted, "rank 2 (host b, pid 411) gave up: ValueError: no"),
         (Finding("aborted", "stop"), Aborted, "stop"),
-        (LATE_0, Timeout, "barrier #3 did not finish"),
+        (LATE_0, GroupTimeout, "barrier #3 did not finish"),
     ],
 )
 def test_verdict_errors_are_readable(finding: Finding, kind: type[Broken], text: str) -> None:

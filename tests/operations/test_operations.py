@@ -33,6 +33,8 @@ NONSENSE: dict[str, tuple[Callable[[gw.Group], Any], type[Exception], str]] = {
     "maximum of complex": (lambda g: g.all_reduce(np.ones(3, complex), "max"), gw.UnsupportedOp, "for complex128"),
     "minimum of complex": (lambda g: g.reduce_scatter(np.ones(3, "c8"), "min"), gw.UnsupportedOp, "for complex64"),
     "an unknown op": (lambda g: g.all_reduce(X, "median"), gw.UnsupportedOp, "there are sum, mean, min, max, prod"),
+    "an op of torch": (lambda g: g.all_reduce(X, "avg"), gw.UnsupportedOp, "'avg': did you mean 'mean'[?]"),
+    "a misspelt op": (lambda g: g.reduce(X, "summ"), gw.UnsupportedOp, "did you mean 'sum'[?]"),
     "no op": (lambda g: g.all_reduce(X, None), gw.UnsupportedOp, "unknown reduce op None"),  # type: ignore[arg-type]
     "a list of ops": (lambda g: g.all_reduce(X, ["sum"]), gw.UnsupportedOp, "unknown reduce op"),  # type: ignore[arg-type]
     "an unknown op on nothing": (lambda g: g.all_reduce_named({}, "median"), gw.UnsupportedOp, "unknown reduce op"),
@@ -119,6 +121,29 @@ def test_operation_with_invalid_arguments_raises_and_the_group_stays_usable(
         return group.all_reduce(1)
 
     assert three.run(program) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    {
+        "all_reduce": lambda group: group.all_reduce(X, "avg"),
+        "reduce": lambda group: group.reduce(np.ones(3, bool), "mean"),
+        "reduce_scatter": lambda group: group.reduce_scatter(X, "avg"),
+        "all_reduce_named": lambda group: group.all_reduce_named({"x": X}, algorithm="magic"),
+        "all_gather": lambda group: group.stream().all_gather(X, algorithm="tree"),
+    }.items(),
+)
+def test_unsupported_op_names_the_call(three: Crew, operation: str, call: Callable[[gw.Group], Any]) -> None:
+    with pytest.raises(gw.UnsupportedOp) as caught:
+        call(three.groups[0])
+    assert caught.value.operation == operation
+
+
+@pytest.mark.parametrize("root", [3, -1])
+def test_invalid_rank_carries_rank_and_size(three: Crew, root: int) -> None:
+    with pytest.raises(gw.InvalidRank) as caught:
+        three.groups[0].broadcast(X, root=root)
+    assert (caught.value.rank, caught.value.size) == (root, 3)
 
 
 def test_operation_refused_on_one_rank_leaves_the_call_order_intact(three: Crew) -> None:

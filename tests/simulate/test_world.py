@@ -50,6 +50,7 @@ def test_simulation_rare_faults_break_no_invariant(first: int) -> None:
         ("all", 100027),
         ("all", 100306),
         ("all", 100675),
+        ("all", 77000004),
     ],
 )
 def test_simulation_seeds_of_past_violations_with_rare_faults_break_no_invariant(kinds: str, seed: int) -> None:
@@ -78,6 +79,14 @@ def test_simulation_coordinator_without_its_journal_begins_another_run() -> None
     assert world.run().ending == "continued"
     assert world.ledger.run == 2
     assert {worker.run for worker in world.workers} == {run_id(1), run_id(2)}
+
+
+@pytest.mark.parametrize(("seed", "taken"), [(1, "m3"), (2, "m1")])
+def test_simulation_impostor_that_takes_a_free_id_removes_only_itself(seed: int, taken: str) -> None:
+    world = quiet(Fault("no-journal", 2.0, 0.5, 5), Fault("impostor", 2.1, 0.0, seed))
+    assert world.run().ending == "continued"
+    assert world.ledger.generations == {1: (taken, "m4", "m5", "m6"), 2: ("m4", "m5", "m6", "m7")}
+    assert world.worker(taken).run == run_id(1), "the impostor was a member of the new run, not this worker"
 
 
 def test_simulation_long_coordinator_outage_with_joins_begins_another_run() -> None:

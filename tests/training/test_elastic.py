@@ -173,12 +173,13 @@ def test_elastic_fixed_membership_lost_rank_raises_peer_lost() -> None:
                         return "left"
                     group.barrier()
         except gw.PeerLost as lost:
-            return f"lost {lost.culprit} in {step.index}"
+            where = re.search(r"during (barrier #\d+, step 1, test_elastic.py):\d+", str(lost))
+            return f"lost {lost.culprit} in step {lost.step}: {where and where[1]}"
         return "done"
 
     pair = gw.loopback_pair()
     try:
-        assert run_ranks(pair, train) == ["lost 1 in 1", "left"]
+        assert run_ranks(pair, train) == ["lost 1 in step 1: barrier #3, step 1, test_elastic.py", "left"]
     finally:
         for group in pair:
             group.close()

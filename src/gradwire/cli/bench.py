@@ -187,7 +187,7 @@ def bench(
                     return
             _check_algorithm(how["algorithm"])
             if any(COLLECTIVES[name].reduces for name in chosen):
-                check_reduction(op, parse_dtype(dtype))
+                check_reduction(op, parse_dtype(dtype), "bench")
             plan = Plan(against=tuple(against), **how)
             results, about = _measure(plan, list(cases(chosen, dtype, op, sizes, plan.ranks)), console)
     except GradwireError as error:

@@ -56,7 +56,7 @@ def build(collective: str, algorithm: str, size: int, *, topology: Topology | No
     if topology is not None and topology.size != size:
         raise InvalidSize(f"the topology has {topology.size} ranks, the collective {size}")
     if not 0 <= root < size:
-        raise InvalidRank(f"root {root} is not one of the ranks 0 … {size - 1}", rank=root)
+        raise InvalidRank(f"root {root} is not one of the ranks 0 … {size - 1}", rank=root, size=size)
     rooted = root if collective in ROOTED else None
     if algorithm == "hierarchical":
         return _build_hierarchical(collective, topology or Topology.single(size), rooted)

@@ -190,7 +190,7 @@ class Schedule:
         program = self._programs.get(rank)
         if program is None:
             if not 0 <= rank < self.size:
-                raise InvalidRank(f"rank {rank} is not one of 0 … {self.size - 1}", rank=rank)
+                raise InvalidRank(f"rank {rank} is not one of 0 … {self.size - 1}", rank=rank, size=self.size)
             program = self._programs[rank] = self.phase.program(rank)
         return program
 

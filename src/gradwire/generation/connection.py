@@ -74,7 +74,7 @@ class Connection:
             self.failure.check(operation)
             for peer in peers:
                 if self.control.has_left(peer):
-                    raise self.failure.lost(peer, operation, f" during {operation}")
+                    raise self.failure.lost(peer, operation, self.failure.during(operation))
 
         check()
         try:

@@ -47,6 +47,7 @@ class FailurePath:
         self.alarm = transport.bell()  # rung, and never silenced, when the generation breaks or is closed
         self.closed = False
         self.inherited = False  # True in a process that was forked from the rank
+        self.step: int | None = None  # the step of an elastic run that this rank is in; errors name it
         self.wake = wake
         self._wake_waiters = tuple(wake_waiters)
         self._halts: list[Callable[[], None]] = []
@@ -104,6 +105,15 @@ class FailurePath:
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
+    def during(self, call: str, site: str = "") -> str:
+        """Return the part of an error message that names a call: ` during all_reduce #812, step 40, train.py:88`."""
+        return f" during {call}{self.step_text}{site and f', {site}'}"
+
+    @property
+    def step_text(self) -> str:
+        """The step of an elastic run for a message, such as `, step 40`; empty outside of steps."""
+        return "" if self.step is None else f", step {self.step}"
+
     def check(self, operation: str | None = None, during: str = "") -> None:
         """Raise if this generation can no longer be used. `during` is text for the error of a call that has waited."""
         if self.inherited:
@@ -119,7 +129,9 @@ class FailurePath:
             return Closed("the group was closed while it broke", operation=operation)
         self._raised = True
         self._detach_memory()
-        return self.control.error(operation, during)
+        error = self.control.error(operation, during)
+        error.step = self.step
+        return error
 
     def _detach_memory(self) -> None:
         """Make the user's arrays in shared memory private: a rank that was frozen may still write to that memory."""

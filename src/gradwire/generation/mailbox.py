@@ -352,7 +352,13 @@ def _misfit(message: IncomingMessage, request: Request) -> GradwireError | None:
         return None
     what = f"copies {message.nbytes} bytes" if message.dtype else f"sent {message.nbytes} bytes with tag {message.tag}"
     text = f"rank {message.source} {what}, the buffer has {len(request.target)}; the message is kept"
-    return SizeMismatch(text, operation="copy" if message.dtype else "recv", peer=message.source)
+    return SizeMismatch(
+        text,
+        expected=len(request.target),
+        got=message.nbytes,
+        operation="copy" if message.dtype else "recv",
+        peer=message.source,
+    )
 
 
 class MessageSink:

@@ -57,8 +57,7 @@ class OperationWait:
     def during(self) -> str:
         """Return the part of an error message that names this call: ` during all_reduce #812, train.py:88`."""
         call = self._calls.call(self.sequence)
-        site = f", {call.site}" if call else ""
-        return f" during {self.operation} #{self.sequence}{site}"
+        return self._failure.during(f"{self.operation} #{self.sequence}", call.site if call else "")
 
     def wait(self, reads: Iterable[Link], writes: Iterable[Link]) -> None:
         """Wait until there may be something to do. Raise if the group is broken or the time is over."""
@@ -165,7 +164,8 @@ class OperationWait:
     def _timed_out(self) -> GradwireError:
         late = self.late()
         culprit = late[0][0] if late else None
-        what = f"{self.operation} #{self.sequence} did not finish within its timeout of {self.timeout:g} s"
+        what = f"{self.operation} #{self.sequence}{self._failure.step_text}"
+        what = f"{what} did not finish within its timeout of {self.timeout:g} s"
         reason = f"{what}: {self._describe(late)}"
         finding = Finding("timeout", reason[:4000], culprit, self.timeout, self.operation)
         self._failure.control.report(finding, time.monotonic())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -58,9 +59,10 @@ class Group(CollectiveCalls, PointToPointCalls):
     - Wrong arguments (`ConfigError`, `ArrayError`, `UnsupportedOp`) are found before anything is sent. The group stays
       usable.
     - `Broken` and its subclasses break the group on every rank: `PeerLost` (a rank died or cannot be reached),
-      `CollectiveMismatch` (ranks called different things), `Aborted` (a rank gave up), and `Timeout` of a collective.
-      Every rank raises the same error, and `error.culprit` is the rank that caused it. In an elastic job `recover`
-      returns a new group. A `Timeout` of `send`, `recv`, `Work.wait` or `Stream.synchronize` does not break the group.
+      `CollectiveMismatch` (ranks called different things), `Aborted` (a rank gave up), and `GroupTimeout` (a collective
+      took too long). Every rank raises the same error, and `error.culprit` is the rank that caused it. In an elastic
+      job `recover` returns a new group. The plain `Timeout` of `send`, `recv`, `Work.wait` or `Stream.synchronize` does
+      not break the group.
 
     After `close`, calls raise `Closed`.
 
@@ -316,13 +318,15 @@ class Group(CollectiveCalls, PointToPointCalls):
         try:
             wanted = tuple(sorted(check_rank(rank, self.size) for rank in ranks))
         except TypeError:
-            raise InvalidRank(f"ranks {ranks!r} is not a sequence of ranks") from None
+            raise InvalidRank(f"ranks {ranks!r} is not a sequence of ranks", size=self.size) from None
         if not wanted:
             raise InvalidSize("a subgroup needs at least one rank")
         if len(set(wanted)) != len(wanted):
-            raise InvalidRank(f"ranks {list(wanted)} contain a rank twice")
+            twice = next(rank for rank, following in itertools.pairwise(wanted) if rank == following)
+            raise InvalidRank(f"ranks {list(wanted)} contain rank {twice} twice", rank=twice, size=self.size)
         if self.rank not in wanted:
-            raise InvalidRank(f"rank {self.rank} is not a member of the subgroup {list(wanted)}", rank=self.rank)
+            message = f"rank {self.rank} is not a member of the subgroup {list(wanted)}"
+            raise InvalidRank(message, rank=self.rank, size=self.size)
         return wanted
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = "float32") -> Array:

@@ -113,6 +113,10 @@ class GroupInternals:
         """Whether this process closed the group or its generation."""
         return self._group._closed
 
+    def set_step(self, index: int | None) -> None:
+        """Set the step of an elastic run that the generation's errors name; None outside of steps."""
+        self._generation.failure.step = index
+
     @property
     def is_broken(self) -> bool:
         """Whether the generation is broken."""

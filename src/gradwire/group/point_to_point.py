@@ -274,7 +274,7 @@ class PointToPoint:
         if not cancelled:
             assert request.sender is not None
             return request.sender
-        self._check(operation, f" during {operation}")
+        self._check(operation, self.generation.failure.during(operation))
         if self._senders_departed(request):
             raise self._gone(min(peers), operation)
         raise Timeout(
@@ -329,17 +329,21 @@ class PointToPoint:
         number = check_rank(rank, len(self.members))
         if number == self.rank:
             raise InvalidRank(
-                f"rank {number} is this rank itself: point-to-point calls need another rank", rank=number, peer=number
+                f"rank {number} is this rank itself: point-to-point calls need another rank",
+                rank=number,
+                size=len(self.members),
+                peer=number,
             )
         return number
 
     def _check_reachable(self, dst: int, operation: str) -> None:
-        self._check(operation, f" during {operation}")
+        self._check(operation, self.generation.failure.during(operation))
         if self._departed(dst):
             raise self._gone(dst, operation)
 
     def _gone(self, rank: int, operation: str) -> GradwireError:
-        error = self.generation.failure.lost(self.members[rank], operation, f" during {operation}")
+        failure = self.generation.failure
+        error = failure.lost(self.members[rank], operation, failure.during(operation))
         if isinstance(error, PeerLost):
             error.peer = rank
         return error

@@ -79,7 +79,7 @@ class PointToPointCalls:
         """
         source = None if src is None else self._point_to_point.check_peer(src)
         if self._size == 1:
-            raise InvalidRank("the group has only one rank: no other rank can send a message")
+            raise InvalidRank("the group has only one rank: no other rank can send a message", size=1)
         target = view(x, writable=True)
         request = self._point_to_point.post_request(raw(target.flat), source, checked_tag(tag))
         sender = self._point_to_point.finish_request(request, self._seconds(timeout))

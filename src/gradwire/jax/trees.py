@@ -65,7 +65,7 @@ def check_op(names: Sequence[str], leaves: Sequence[Any], op: str) -> None:
     """Raise `UnsupportedOp` if the op is not defined for a leaf's dtype, before anything is sent or compiled."""
     for name, leaf in zip(names, leaves, strict=True):
         try:
-            arrays.check_reduction(op, arrays.parse_dtype(leaf.dtype))
+            arrays.check_reduction(op, arrays.parse_dtype(leaf.dtype), "all_reduce")
         except UnsupportedOp as error:
             error.args = (f"{name!r}: {error.message}", *error.args[1:])
             raise

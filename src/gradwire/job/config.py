@@ -296,11 +296,12 @@ class JobConfig:
             if number is None or (name == "local_rank" and self.elastic and number >= 0):
                 continue
             if number < 0:
-                raise InvalidRank(f"{self._named(name)} does not exist: ranks count from 0", rank=self.rank)
+                raise InvalidRank(f"{self._named(name)} does not exist: ranks count from 0", rank=number, size=size)
             if size is not None and number >= size:
                 raise InvalidRank(
                     f"{self._named(name)} does not exist in a job of {self._named('size')}: ranks count from 0",
-                    rank=self.rank,
+                    rank=number,
+                    size=size,
                 )
 
     def _check_role(self) -> None:

@@ -96,7 +96,7 @@ class MemberSession:
         loopback = address.is_loopback()
         if not loopback and not self.config.insecure and self._credentials is None:
             raise ConfigError(
-                f"{address} is not on this machine, and links are not encrypted: make certificates with "
+                f"{address} is not a loopback address, and links are not encrypted: make certificates with "
                 "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
                 "insecure=True (GRADWIRE_INSECURE=1) if you trust the network"
             )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradwire.errors import Aborted, Broken, CollectiveMismatch, PeerLost, Timeout
+from gradwire.errors import Aborted, Broken, CollectiveMismatch, GroupTimeout, PeerLost
 from gradwire.liveness.call_log import Call, CallLog
 from gradwire.topology import rank_ranges
 
@@ -30,7 +30,7 @@ _ERRORS: dict[str, type[Broken]] = {
     "aborted": Aborted,
     "given up": Aborted,  # on the rank that its peers declared lost
     "lost": PeerLost,
-    "timeout": Timeout,
+    "timeout": GroupTimeout,
 }
 
 

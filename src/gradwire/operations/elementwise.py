@@ -32,7 +32,7 @@ def all_reduce(at: Position, x: Any, op: str = "sum", *, out: Any = None, algori
         return _all_reduce_number(x, op, algorithm)
     source = view(x, writable=out is None, instead="pass out= for the result, or a copy")
     source, target, result = _destination(source, x, out)
-    check_reduction(op, source.dtype)
+    check_reduction(op, source.dtype, "all_reduce")
     shape = Shape("all_reduce", source.dtype, source.flat.size, op, None, algorithm)
     key = CallKey("all_reduce", source.dtype, op, None, source.flat.size) if algorithm == "auto" else None
 
@@ -47,7 +47,7 @@ def all_reduce(at: Position, x: Any, op: str = "sum", *, out: Any = None, algori
 def _all_reduce_number(x: Any, op: str, algorithm: str) -> Operation:
     array = arrays.number_as_array(x)
     dtype = arrays.dtype_of(array)
-    check_reduction(op, dtype)
+    check_reduction(op, dtype, "all_reduce")
     shape = Shape("all_reduce", dtype, 1, op, None, algorithm)
 
     def body(exchange: Exchange) -> Any:
@@ -100,7 +100,7 @@ def reduce(
     check_algorithm("reduce", algorithm)
     root = check_root(root, at.size)
     source = view(x, writable=False)
-    check_reduction(op, source.dtype)
+    check_reduction(op, source.dtype, "reduce")
     target, result = None, None
     if at.rank == root:
         result = np.empty(source.array.shape, source.dtype.storage) if out is None else out

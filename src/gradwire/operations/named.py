@@ -21,7 +21,7 @@ SEPARATE_BYTES = 1 << 20
 def all_reduce_named(
     at: Position, tensors: Mapping[str, Any], op: str = "sum", *, algorithm: str = "auto"
 ) -> Operation:
-    check_algorithm("all_reduce", algorithm)
+    check_algorithm("all_reduce", algorithm, "all_reduce_named")
     views = _views(tensors, op)
     items = tuple(f"{name!r}: {arrays.describe(tensor.array)}" for name, tensor in views.items())
     batches = list(_batches(views.values()))
@@ -51,12 +51,13 @@ def _views(tensors: Mapping[str, Any], op: str) -> dict[str, View]:
     for name in tensors:
         if not isinstance(name, str):
             raise ArrayError(f"the key {name!r} is a {type(name).__name__}: the names of arrays must be strings")
-    check_reduction(op, arrays.parse_dtype("float32"))  # raises for an unknown op even if the dict is empty
+    # An unknown op is an error even if the dict is empty.
+    check_reduction(op, arrays.parse_dtype("float32"), "all_reduce_named")
     views: dict[str, View] = {}
     for name in sorted(tensors):
         try:
             views[name] = view(tensors[name], writable=True)
-            check_reduction(op, views[name].dtype)
+            check_reduction(op, views[name].dtype, "all_reduce_named")
         except (ArrayError, UnsupportedOp) as error:
             error.args = (f"{name!r}: {error.message}", *error.args[1:])
             raise

@@ -96,7 +96,7 @@ def all_gather_into(out: Strip, x: Strip, counts: Sequence[int], rank: int) -> O
 
 def reduce_scatter_into(out: Strip, x: Strip, op: str, counts: Sequence[int], rank: int) -> Operation:
     """Reduce x into `out`, which receives this rank's part. `counts` has the sizes of the parts."""
-    check_reduction(op, x.dtype)
+    check_reduction(op, x.dtype, "reduce_scatter")
     _check(out, x, counts[rank])
     if x.size != sum(counts):
         raise InvalidSize(f"{x.size} elements cannot be split by {list(counts)}")

@@ -215,7 +215,7 @@ def reduce_scatter(
 ) -> Operation:
     check_algorithm("reduce_scatter", algorithm)
     source = _rows(x)
-    check_reduction(op, source.dtype)
+    check_reduction(op, source.dtype, "reduce_scatter")
     parts, rank = _split(source.rows, at.size, counts, "counts"), at.rank
     elements = tuple(n * source.width for n in parts)
     destination = _destination(source, out)

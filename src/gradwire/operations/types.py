@@ -92,10 +92,12 @@ def nothing(dtype: DType) -> Array:
     return np.empty(0, dtype.storage)
 
 
-def check_algorithm(collective: str, algorithm: str) -> None:
+def check_algorithm(collective: str, algorithm: str, operation: str | None = None) -> None:
+    """Raise `UnsupportedOp` if a collective has no such algorithm. `operation` is the name of the user's call."""
     if algorithm != "auto" and algorithm not in algorithms(collective):
         known = ", ".join(("auto", *algorithms(collective)))
-        raise UnsupportedOp(f"{collective} has no algorithm {algorithm!r}; it has: {known}", operation=collective)
+        operation = operation or collective
+        raise UnsupportedOp(f"{collective} has no algorithm {algorithm!r}; it has: {known}", operation=operation)
 
 
 def check_root(root: int, size: int) -> int:
@@ -107,9 +109,9 @@ def check_rank(rank: Any, size: int, name: str = "rank") -> int:
     try:
         number = -1 if isinstance(rank, (bool, np.bool_)) else operator.index(rank)
     except TypeError:
-        raise InvalidRank(f"{name} {rank!r} is not one of the ranks 0 … {size - 1}") from None
+        raise InvalidRank(f"{name} {rank!r} is not one of the ranks 0 … {size - 1}", size=size) from None
     if not 0 <= number < size:
-        raise InvalidRank(f"{name} {rank!r} is not one of the ranks 0 … {size - 1}", rank=number)
+        raise InvalidRank(f"{name} {rank!r} is not one of the ranks 0 … {size - 1}", rank=number, size=size)
     return number
 
 

@@ -51,9 +51,11 @@ class Impostor(Process):
 
     def _choose(self) -> Worker | None:
         """Choose a living member, or return None. Every member has other credentials than the impostor."""
-        members = set(self._job.coordinator.member_ids)
-        living = [worker for worker in self._job.workers if worker.name in members]
+        living = [worker for worker in self._job.workers if self._is_member(worker)]
         return self._random.choice(living) if living else None
+
+    def _is_member(self, worker: Worker) -> bool:
+        return self._job.coordinator.is_member(worker.name, worker.claim_session)
 
     def _attack(self, victim: Worker) -> Program:
         job, name = self._job, victim.name
@@ -68,7 +70,7 @@ class Impostor(Process):
         # A restarted coordinator forgets waiting workers. So the id of a worker without a generation may be free.
         known = victim.generation > 0
         outcome = yield from self._coordinator.ask("register", claim)
-        if known and victim.alive and name in job.coordinator.member_ids and not isinstance(outcome, Refusal):
+        if known and victim.alive and self._is_member(victim) and not isinstance(outcome, Refusal):
             job.fail(f"{self.name} was admitted as {name}, which is alive and joined with other credentials")
         job.note(self, "reports %s as gone", name)
         yield from self._coordinator.ask("beat", ([], [name], self._random.choice((b"", victim.run))))

@@ -88,6 +88,11 @@ class Coordinator(CallTarget):
     def member_ids(self) -> tuple[str, ...]:
         return tuple(member.id for member in self.membership.members)
 
+    def is_member(self, name: str, session: bytes) -> bool:
+        """Return whether the process with this session registered as this member of the current generation."""
+        record = self.membership.roster.records.get(name)
+        return record is not None and record.session == session
+
     def _load(self) -> None:
         """Resume from the journal. Without a journal, begin a new run."""
         snapshot = self.disk.load()

@@ -12,7 +12,7 @@ from typing import NoReturn, get_args
 from gradwire.errors import StateLost
 from gradwire.membership import Member
 from gradwire.membership.coordinator.roster import BACKOFF
-from gradwire.membership.types import Cause, Change
+from gradwire.membership.types import Cause, Change, Kind
 from gradwire.simulate.impostor import Impostor
 from gradwire.simulate.invariants import Invariants, Version, Violation
 from gradwire.simulate.network import Network
@@ -57,6 +57,8 @@ class SimulatedJob:
         self._by_name: dict[str, Worker] = {}
         self.unfit_admissions: dict[str, tuple[float, int]] = {}  # by unfit worker: time of the first, and their number
         self.impersonated: set[str] = set()  # members whose ids impostors have claimed
+        # Ids of the current generation that an impostor has registered. Reports about them do not concern the worker.
+        self._held_by_impostors: set[str] = set()
         self._impostors: list[Impostor] = []
         self.coordinator = Coordinator(self.scenario, self.network, self.new_clock(random), random, self)
         self._launchers: dict[str, Launcher] = {}
@@ -173,15 +175,18 @@ class SimulatedJob:
         """Check a change that the coordinator reports."""
         self.note(self.coordinator, "%s: %s %s", change.kind, change.member or "", change.text)
         if change.member is not None:
-            worker = self._by_name[change.member]
-            if worker.alive and (change.kind == "gone" or (change.kind == "left" and not worker.leaving)):
-                self.fail(f"{worker.name} was removed because it {_WHY[change.kind]}, but it is still alive")
-            if change.kind == "silent" and self._is_undisturbed(worker):
-                self.fail(f"{worker.name} was removed because its lease ran out, but no fault had affected it")
+            if change.member not in self._held_by_impostors:
+                self._check_removal(self._by_name[change.member], change.kind)
             if change.kind in get_args(Cause):
                 self._removed[change.member] = change.kind
             elif change.kind == "returned":
                 self._removed.pop(change.member, None)
+
+    def _check_removal(self, worker: Worker, kind: Kind) -> None:
+        if worker.alive and (kind == "gone" or (kind == "left" and not worker.leaving)):
+            self.fail(f"{worker.name} was removed because it {_WHY[kind]}, but it is still alive")
+        if kind == "silent" and self._is_undisturbed(worker):
+            self.fail(f"{worker.name} was removed because its lease ran out, but no fault had affected it")
 
     def committed(self, worker: Worker, version: Version) -> None:
         """Check a step that a member has learned to be committed."""
@@ -223,10 +228,11 @@ class SimulatedJob:
     def refused(self, worker: Worker, reason: str) -> None:
         """Check a refusal by the coordinator, which ends the worker."""
         of_another_run = worker.run not in (b"", self.coordinator.run)
-        if worker.name in self.impersonated and worker.generation == 0:  # an impostor has taken the worker's free id
-            self.ending = "an impostor took a free id"
-            return
-        if not worker.profile.refusable and not of_another_run and "requires transport 'shm'" not in reason:
+        # The id of a worker without a generation may be free, and the holder of a join token may take a free id.
+        id_is_taken = f"the id {worker.name!r} is " in reason
+        by_an_impostor = worker.name in self.impersonated and worker.generation == 0 and id_is_taken
+        expected = worker.profile.refusable or of_another_run or by_an_impostor
+        if not expected and "requires transport 'shm'" not in reason:
             self.fail(f"{worker.name} was refused: {reason}")
         self.note(worker, "is refused: %s", reason)
 
@@ -260,9 +266,15 @@ class SimulatedJob:
         self._formed = number
         if self.coordinator.previous_run:  # simulate long enough to see that leases are renewed in the new run too
             self._watched_until = self.timeline.now + self.scenario.lease + 5.0
+        before = [name for name in ledger.generations.get(number - 1, ()) if name not in self._held_by_impostors]
+        claimed = [name for name in ids if name in self.impersonated]
+        self._held_by_impostors = {name for name in claimed if not self._is_member(self._by_name[name])}
         for name in ids:
-            self._check_fitness(self._by_name[name], run)
-        for name in ledger.generations.get(number - 1, ()):
+            if name not in self._held_by_impostors:
+                self._check_fitness(self._by_name[name], run)
+        for name in before:
+            if name in self._held_by_impostors:
+                self.fail(f"generation {number} has an impostor as {name}, which joined with other credentials")
             if name not in ids and self._removed.get(name) != "replaced":
                 self._check_eviction(name)
         self._removed = {}
@@ -274,17 +286,18 @@ class SimulatedJob:
         if number < known:
             self.fail(f"the coordinator resumes run {self.ledger.run}, but knows generation {number} of {known}")
         if known != self._formed:  # the coordinator serves another run now
-            self._removed, self._formed = {}, known
+            self._removed, self._formed, self._held_by_impostors = {}, known, set()
         if number > known:
             self.formed(number, self.coordinator.member_ids)
+
+    def _is_member(self, worker: Worker) -> bool:
+        """Return whether a member of the current generation is this worker, and not an impostor with its id."""
+        return self.coordinator.is_member(worker.name, worker.claim_session)
 
     def _check_fitness(self, worker: Worker, run: bytes) -> None:
         """Check that a new generation may have this worker as a member."""
         first = self._formed == min(self.ledger.generations)
         founder = first and worker.run == self.coordinator.previous_run  # a run may begin with members of the last one
-        if worker.run not in (b"", run) and worker.name in self.impersonated:
-            self.ending = "an impostor took a free id"  # the holder of a join token may choose any free id
-            return
         if worker.run not in (b"", run) and not founder:
             other_run, this_run = self.ledger_of(worker.run).run, self.ledger.run
             self.fail(f"{worker.name} is a member of run {other_run}, but was admitted to run {this_run}")

@@ -107,7 +107,7 @@ class Worker(Listener):
         self._ip = f"10.0.{number >> 8}.{number & 255}"
         self.address = ""
         self._attempts = 0
-        self._claim_session = random.randbytes(16)
+        self.claim_session = random.randbytes(16)
         self._early_streams: list[tuple[Hello, End]] = []
         self._coordinator = Caller(self, job.coordinator, job.network, profile.ticket)
         self.thread = Thread(self, self._live(), job.error_handler(self))
@@ -217,7 +217,7 @@ class Worker(Listener):
             self.member(),
             self._job.scenario.start if first and self._wish is not None else None,
             None,
-            self._claim_session,
+            self.claim_session,
             protocol=PROTOCOL - (unfit == "old protocol"),
             transport={"no data plane": "", "memory of another host": "shm"}.get(unfit or "", "auto"),
             **asdict(past),

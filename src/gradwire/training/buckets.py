@@ -53,7 +53,7 @@ def _tensor(name: Any, one: Any) -> Tensor:
         raise ArrayError(f"the key {name!r} is a {type(name).__name__}: names of gradients are strings")
     try:
         dtype = arrays.parse_dtype(getattr(one, "dtype", None))
-        check_reduction("mean", dtype)
+        check_reduction("mean", dtype, "all_reduce")
         return Tensor(name, dtype, tuple(int(length) for length in one.shape))
     except (ArrayError, UnsupportedOp) as error:
         error.args = (f"{name!r}: {error.message}", *error.args[1:])

@@ -14,10 +14,10 @@ from gradwire.errors import (
     Broken,
     ConfigError,
     GradwireError,
+    GroupTimeout,
     InvalidSize,
     PeerLost,
     ReplicasDiverged,
-    Timeout,
 )
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
@@ -265,7 +265,7 @@ class _Replica:
         return has_joiners(GroupInternals(self.group).news(), self.group.generation)
 
     def can_recover(self, error: Broken) -> bool:
-        if not isinstance(error, (PeerLost, Aborted, Timeout)) or not self.group.capabilities.recovers:
+        if not isinstance(error, (PeerLost, Aborted, GroupTimeout)) or not self.group.capabilities.recovers:
             return False
         internals = GroupInternals(self.group)
         own = isinstance(error, Aborted) and error.culprit == self.rank and not internals.is_left_behind
@@ -381,12 +381,20 @@ class Step:
         if self.ended:
             raise ConfigError(f"step {self.index} has ended: each step is used once")
         self._run._check_between(self.index)
+        GroupInternals(self._run.group).set_step(self.index)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.ended = True
+        try:
+            return self._ended(error)
+        finally:
+            GroupInternals(self._run.group).set_step(None)
+
+    def _ended(self, error: BaseException | None) -> bool:
+        """Vote, or recover if the group broke. Return whether the error is handled."""
         if error is None:
             generation = self._run.group.generation
             self._run._end(self.index)

@@ -86,7 +86,8 @@ class Sampler:
         if self.size < 1:
             raise InvalidSize(f"size is {self.size}: it must be at least 1")
         if not 0 <= self.rank < self.size:
-            raise InvalidRank(f"rank {self.rank} is not one of the {self.size} ranks 0 … {self.size - 1}")
+            message = f"rank {self.rank} is not one of the {self.size} ranks 0 … {self.size - 1}"
+            raise InvalidRank(message, rank=self.rank, size=self.size)
         if self.length < self.size:
             raise InvalidSize(f"{self.length} samples are too few for {self.size} ranks: some would have none")
         self._latest: tuple[int, Indices] | None = None

@@ -313,3 +313,13 @@ def test_heartbeats_at_an_impostor_continue(
         assert told.get(timeout=LONG).evicted == ()
     finally:
         beats.close()
+
+
+def test_host_that_does_not_answer_is_reported_as_timed_out() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        with (
+            socket.create_connection(("127.0.0.1", port)),  # the queue is full: the kernel ignores the next one
+            pytest.raises(NoConnection, match=r"connecting to 127\.0\.0\.1:[0-9]+: timed out"),
+        ):
+            register(f"127.0.0.1:{port}", ME, size=1, secret=SECRET, job=None, timeout=1.0)

@@ -143,7 +143,7 @@ def test_worker_node_with_something_else_as_certificates_raises() -> None:
 
 
 def test_worker_node_beyond_this_machine_needs_insecure_or_certificates() -> None:
-    with pytest.raises(gw.ConfigError, match="is not on this machine, and the connection would not be encrypted"):
+    with pytest.raises(gw.ConfigError, match="is not a loopback address, and the connection would not be encrypted"):
         gw.WorkerNode("192.0.2.1:1", secret=SECRET)
     assert gw.WorkerNode("192.0.2.1:1", secret=SECRET, insecure=True).rank == -1
 

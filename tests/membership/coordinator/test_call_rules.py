@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -37,8 +38,8 @@ class Harness:
     def report(self, changes: Sequence[Change]) -> None:
         self.order += [change.kind for change in changes]
 
-    def register(self, name: str, ticket: bytes = b"", now: float = 1.0) -> object:
-        return self.rules.register(self.claim(name), ticket, now, time_of_day=now)
+    def register(self, name: str, ticket: bytes = b"", now: float = 1.0, **facts: Any) -> object:
+        return self.rules.register(replace(self.claim(name), **facts), ticket, now, time_of_day=now)
 
     def claim(self, name: str) -> Claim:
         member = Member(name, None, "host", "host", 1, "127.0.0.1:1")
@@ -84,6 +85,23 @@ def test_join_token_covers_only_members_that_joined_with_it() -> None:
     with pytest.raises(Denied, match="a did not join with the caller's join token"):
         harness.rules.leave(harness.claim("a").member, TICKET, 2.0)
     assert harness.rules.leave(harness.claim("b").member, TICKET, 2.0)
+
+
+def test_join_token_that_took_a_free_id_covers_only_its_own_process() -> None:
+    """A coordinator without its journal knows no ids, so a guest can register with the id of a member that waits."""
+    harness = Harness()
+    harness.register("b", TICKET, session=bytes(16))
+    harness.register("a")
+    news = harness.rules.heartbeat([], ["b"], b"", TICKET, 2.0)
+    assert news.evicted == ("b",), "the guest has reported its own process as gone"
+    assert isinstance(harness.register("b", now=3.0), Waiting), "the member with this id has come"
+    again = harness.register("a", now=4.0, generation=1, run=bytes(16))
+    assert isinstance(again, Assembly)
+    assert [member.id for member in again.members] == ["a", "b"]
+    news = harness.rules.heartbeat(["b"], ["b"], b"", TICKET, 5.0)
+    assert (news.unknown, news.evicted) == (("b",), ())
+    with pytest.raises(Denied):
+        harness.rules.leave(harness.claim("b").member, TICKET, 5.0)
 
 
 def test_resume_restores_members_and_tokens() -> None:

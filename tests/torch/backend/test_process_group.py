@@ -306,6 +306,16 @@ def test_autoload_registers_the_backend_without_importing_gradwire() -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_autoload_keeps_the_flight_recorder_of_torch_off_gradwire_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 attaches its recorder to the groups of all other backends, and it needs a backend in C++."""
+    import gradwire_autoload
+
+    not_attached: set[str] = set()
+    monkeypatch.setattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", not_attached, raising=False)
+    gradwire_autoload.register()
+    assert not_attached == {"gradwire"}
+
+
 def test_autoload_error_during_registration_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     import gradwire_autoload
 

@@ -14,7 +14,6 @@ treats such an unproven refusal as follows:
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import ssl
 import time
@@ -349,6 +348,6 @@ def _try_connect(endpoint: Endpoint, seconds: float) -> socket.socket | str:
             return sock
         reason = "nothing listens there"
     except OSError as error:
-        reason = error.strerror or os.strerror(error.errno or 0) or "timed out"
+        reason = error.strerror or str(error) or "timed out"  # a timeout of Python's own has no errno
     sock.close()
     return f"connecting to {endpoint}: {reason}"

@@ -67,7 +67,7 @@ class WorkerNode:
         loopback = resolve(*split(address))[0].loopback
         if not (loopback or insecure or self._credentials):
             raise ConfigError(
-                f"{address} is not on this machine, and the connection would not be encrypted: pass tls= or "
+                f"{address} is not a loopback address, and the connection would not be encrypted: pass tls= or "
                 "set GRADWIRE_TLS_CA, _CERT and _KEY, or pass insecure=True if you trust the network"
             )
         self._secret = tokens.secret_or_token(os.environ, loopback) if secret is None else secret
