@@ -113,7 +113,7 @@ class SessionProtocol:
         """
         if isinstance(error, ConfigError | UnsupportedOp):
             return error.peer not in (None, self.rank)
-        return isinstance(error, Broken | NoConnection) and not isinstance(error, Refused)
+        return isinstance(error, Broken | NoConnection | Timeout) and not isinstance(error, Refused)
 
     def leave(self, unreachable: Iterable[int], *, lacks_state: bool, stood_still: bool) -> None:
         """Record what to report after leaving the current generation: the ranks that this member itself found to be
