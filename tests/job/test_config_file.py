@@ -139,6 +139,14 @@ def test_resolve_member_that_a_launcher_named_takes_no_rank_from_the_file(tmp_pa
     assert (found.rank, found.size, found.member, found.timeout) == (None, None, "host/7", 9.0)
 
 
+def test_resolve_file_does_not_say_whether_the_job_of_a_launcher_is_elastic(tmp_path: Path) -> None:
+    file = written(tmp_path, "elastic = true\nserved = true\naddress = '127.0.0.1:1'")
+    environ = {"GRADWIRE_CONFIG": str(file)}
+    assert resolve(environ=environ).elastic
+    launched = {"GRADWIRE_COORDINATOR": "127.0.0.1:2", "GRADWIRE_RANK": "0", "GRADWIRE_SIZE": "2"}
+    assert not resolve(environ=environ | launched).elastic
+
+
 def test_resolve_token_variable_wins_over_the_token_file_of_the_file(tmp_path: Path) -> None:
     environ = {"GRADWIRE_CONFIG": str(written(tmp_path, "token_file = 'token'"))}
     assert resolve(environ=environ).token_file == tmp_path / "token"

@@ -92,7 +92,7 @@ def test_init_config_of_an_elastic_job_recovers_and_counts_local_ranks_by_host(j
 
 
 def test_init_config_with_a_token_file_that_is_missing_raises(tmp_path: Path) -> None:
-    config = gw.JobConfig(rank=1, size=2, address="127.0.0.1:9", token_file=tmp_path / "none")
+    config = gw.JobConfig(rank=1, size=2, address="127.0.0.1:9", token_file=tmp_path / "none", timeout=5.0)
     with pytest.raises(gw.ConfigError, match=r"cannot read the token in .*/none"):
         gw.init(config=config)
     (tmp_path / "short").write_text("secret\n")
