@@ -160,6 +160,26 @@ def test_large_message_arrives_at_a_rank_whose_own_sends_exceed_the_limit() -> N
         assert y.all()
 
 
+def test_isend_and_irecv_in_a_forked_child_raise_closed_and_end_in_the_parent() -> None:
+    one, two = gw.local_group(2)
+    with one, two:
+        works = [two.irecv(np.zeros(3)), one.isend(np.zeros(100_000), dst=1, tag=1)]
+        pid = os.fork()
+        if pid == 0:
+            closed = 0
+            for work in works:
+                try:
+                    assert not work.done
+                    work.wait()
+                except gw.Closed:
+                    closed += 1
+            os._exit(0 if closed == len(works) else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        one.send(np.ones(3), dst=1)
+        assert two.recv(tag=1)[0].size == 100_000
+        assert [work.wait() for work in works] == [0, None]
+
+
 def test_wait_in_a_forked_child_raises_closed() -> None:
     one, two = gw.local_group(2)
     with one, two:
