@@ -36,8 +36,8 @@ JOB = "GRADWIRE_JOB"
 ELASTIC = "GRADWIRE_ELASTIC"
 MEMBER = "GRADWIRE_MEMBER"
 
-TRANSPORTS = ("auto", "shm", "tcp")
-NOT_BUILT = ("grpc", "mpi")  # reserved for future transports; an error until they exist
+TRANSPORTS = ("auto", "shm", "tcp", "grpc")
+NOT_BUILT = ("mpi",)  # reserved for future transports; an error until they exist
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -60,7 +60,7 @@ class JobConfig:
       the first generation only.
     - `local_rank`: this process's number among the ranks of its host, or None if it is unknown.
     - `address`: where the ranks meet, or None for a job of one rank.
-    - `transport`: "auto", "shm" or "tcp".
+    - `transport`: "auto", "shm", "tcp" or "grpc".
     - `timeout`: seconds for joining, and for each call that has no timeout of its own.
     - `peer_timeout`: seconds without a heartbeat after which a rank on another host counts as lost. The largest value
       of all ranks applies.
