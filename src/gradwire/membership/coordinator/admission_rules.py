@@ -242,8 +242,8 @@ def _other_links(claim: Claim, roster: Roster) -> str | None:
             if transport == claim.transport:
                 return None
             return (
-                f"{claim.member} uses transport {claim.transport!r}, and {member} uses {transport!r}: either all members "
-                "of a job use 'grpc' or none does. Set the same transport everywhere (GRADWIRE_TRANSPORT)"
+                f"{claim.member} uses transport {claim.transport!r}, and {member} uses {transport!r}: either all "
+                "members of a job use 'grpc' or none does. Set the same transport everywhere (GRADWIRE_TRANSPORT)"
             )
     return None
 

@@ -193,13 +193,12 @@ class Connection:
     @property
     def proven(self) -> bool:
         """Whether one of its streams was admitted."""
-        self._proven = self._proven or any(stream.facts.admitted for stream in self.streams)
-        return self._proven
+        return self._proven or any(stream.facts.admitted for stream in self.streams)
 
     def forget_finished(self) -> None:
         """Forget the streams that need nothing more."""
-        if self.proven or self.streams:
-            self.streams = {stream for stream in self.streams if not stream.finished}
+        self._proven = self.proven  # before the streams that prove it are forgotten
+        self.streams = {stream for stream in self.streams if not stream.finished}
 
     @property
     def is_drained(self) -> bool:

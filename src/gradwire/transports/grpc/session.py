@@ -259,7 +259,8 @@ class Session:
         if code != ErrorCodes.NO_ERROR or mine > last:
             text = printable(body[8:].decode("utf-8", "replace"))[:LONGEST_REASON]
             final = code == ErrorCodes.INADEQUATE_SECURITY
-            raise SessionError(text or f"it ended the HTTP/2 connection (error {code})", final=final)
+            what = "it refused the connection" if final else f"it ended the HTTP/2 connection (error {code})"
+            raise SessionError(f"{what}: {text or 'no reason given'} (reply not authenticated)", final=final)
 
     def _handle(self, event: Event) -> StreamState | None:
         if isinstance(event, RequestReceived):
