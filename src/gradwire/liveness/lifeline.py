@@ -270,6 +270,8 @@ class Lifeline:
             if isinstance(link, NetworkLink):  # otherwise TCP's back-off continues after an outage for as long again
                 link.repair_within(max(1.0, self._timeout / 4))
             least = LINK_SECONDS if native else PURE_SECONDS
+            if self._relayed:  # nothing shows whether the network is the reason of a silence
+                least = max(least, self._timeout)
             self._detector.watch_remote(peer, now, max(least, self._timeout), least=least)
         elif native:
             self._detector.watch(peer, now, SHARED_MEMORY_SECONDS if peer in self._sharing else LINK_SECONDS)
