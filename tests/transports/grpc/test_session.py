@@ -57,7 +57,7 @@ def test_session_end_of_the_server_ends_both_sides() -> None:
     server.send(theirs, b"last words")
     server.end(theirs)
     exchange(client, server)
-    assert (mine.arrived, mine.received_end, mine.reason) == (b"last words", True, None)
+    assert (bytes(mine.arrived), mine.received_end, mine.reason) == (b"last words", True, None)
     client.end(mine)  # no error
     assert not client.streams
 

@@ -187,6 +187,18 @@ def test_idle_links_send_messages_that_carry_nothing(
     assert receive(proxied[0], two, 4) == b"data"
 
 
+def test_link_holds_at_most_two_mebibytes_that_the_peer_has_not_read(assemble: Assemble) -> None:
+    transports = assemble()
+    full, _ = linked(transports)
+    sent, bell, stalled = 0, transports[1].bell(), 0.0
+    while stalled < 0.2:
+        sent += full.send([bytes(1 << 20)])
+        began = time.monotonic()
+        transports[1].wait([], [full], bell, 0.25)
+        stalled = time.monotonic() - began
+    assert 256 << 10 < sent < 2 << 20
+
+
 # -- other gRPC programs ----------------------------------------------------------------------------------------------
 
 
@@ -322,6 +334,15 @@ def test_dial_to_a_closed_port_ends_as_no_connection(assemble: Assemble) -> None
     transports[0].close()
     with pytest.raises(NoConnection, match=r"rank 0 at .* does not answer: .*Connection refused"):
         transports[1].dial(0, 9, time.monotonic() + 0.3)
+
+
+def test_dial_to_a_peer_that_never_answers_ends_and_closes_its_connection(assemble: Assemble) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        transports = assemble(*map(tls_files.credentials, MEMBERS), via=lambda address: silent.getsockname())
+        before = forked_child.descriptors()
+        with pytest.raises(NoConnection, match=r"rank 0 at .* does not answer"):
+            transports[1].dial(0, 9, time.monotonic() + 0.2)
+        assert eventually(lambda: forked_child.descriptors() <= before)
 
 
 # -- forks and the end ------------------------------------------------------------------------------------------------

@@ -102,7 +102,11 @@ class Relay:
         name, now = f"[{host}]:{port}" if ":" in host else f"{host}:{port}", time.monotonic()
         context = self._credentials.http2_client_context() if self._credentials is not None else None
         connection = Connection(self._sockets.open(host), name, context, now, address=address, check=check)
-        link_end = self._add_stream(connection, None, now)
+        try:
+            link_end = self._add_stream(connection, None, now)
+        except OSError as error:  # there are no free descriptors
+            connection.end(error)
+            raise
         with self._lock:
             stopping = self._stopping
             if not stopping:
@@ -194,15 +198,21 @@ class Relay:
                 assert isinstance(stream, RelayedStream)
                 stream.advance(now)
             connection.send()
-        except (OSError, NotTls, SessionError) as error:  # ssl.SSLError is an OSError
+        except Exception as error:  # one connection must not affect the others
+            if not isinstance(error, (OSError, NotTls, SessionError)):
+                log.exception("the gRPC connection with %s could not be handled", connection.name)
             self._end(connection, error, now)
         self._tidy(connection)
 
     def _end(self, connection: Connection, error: Exception, now: float) -> None:
         """End a connection because of an error, and deliver what has arrived on its streams."""
         failure, not_tls = reason_of(error), isinstance(error, NotTls)
-        hung_up = isinstance(error, ConnectionResetError) and not (connection.received and not connection.proven)
-        if not connection.dialled and not connection.ended and not hung_up:
+        hung_up = isinstance(error, ConnectionResetError)
+        if connection.ended or (hung_up and (connection.proven or not connection.received)):
+            pass
+        elif connection.proven:
+            log.warning("the gRPC connection with %s is broken: %s", connection.name, failure)
+        elif not connection.dialled:
             reason = f"it does not use TLS; {NO_PLAINTEXT}" if not_tls else failure
             self._refusals.log("refused a link from %s: %s", connection.name, reason)
         connection.end(failure, in_plaintext=not_tls and not connection.dialled)

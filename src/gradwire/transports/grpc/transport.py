@@ -37,13 +37,9 @@ class GrpcTransport(TcpTransport):
         tls = stream.facts.tls if isinstance(stream, RelayedSocket) else stream
         return super()._check_certificate(rank, tls) if tls is not None else None
 
-    def _admitted(self, stream: Stream, acceptor: Acceptor) -> None:
-        assert isinstance(stream, RelayedSocket)
-        stream.facts.admitted = True
-        super()._admitted(stream, acceptor)
-
     def _link(self, stream: Stream, peer: int, channel: int, admission: Dialer | Acceptor) -> SocketLink:
         assert isinstance(stream, RelayedSocket)
+        stream.facts.admitted = True
         return SocketLink(stream, peer, channel, self._forget)
 
     def _call(self, peer: int, channel: int) -> Call:
