@@ -33,6 +33,7 @@ SECTIONS = {
         "docs/zero",
         "docs/simulation",
         "docs/security",
+        "docs/grpc-transport",
     ),
     "When something goes wrong": ("docs/failures", "docs/troubleshooting", "docs/guarantees"),
     "Reference": ("docs/reference/README", "docs/configuration", "docs/environment-variables", "CHANGELOG"),

@@ -11,12 +11,13 @@ from support.crews import TRANSPORTS, Crew, crew_of
 
 HOSTS = {1: "a", 2: "ab", 3: "aba", 5: "abbab", 8: "aabacbab"}
 SIZES = (1, 2, 3, 5, 8)
-TLS_SIZES = (3,)  # one size is enough: TLS changes the links only, and the schedules are tested over other transports
+# Few sizes are enough where only the links differ: the schedules are tested over other transports. gRPC has TLS with 3.
+FEW_SIZES = {"tls": (3,), "grpc": (2, 3)}
 
 
 def topologies() -> Iterator[tuple[str, Topology]]:
     for position, transport in enumerate(TRANSPORTS):
-        for size in TLS_SIZES if transport == "tls" else SIZES:
+        for size in FEW_SIZES.get(transport, SIZES):
             # Sizes alternate between one host and several hosts, in the opposite order for the next transport.
             several = (SIZES.index(size) + position) % 2
             yield transport, Topology.of(list(HOSTS[size])) if several else Topology.single(size)

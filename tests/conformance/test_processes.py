@@ -39,10 +39,10 @@ def calls_of(size: int) -> Iterator[Case]:
                 )
 
 
-def program(size: int, hosts: str) -> dict[str, Any]:
+def program(size: int, hosts: str, transport: str) -> dict[str, Any]:
     """The program of every rank; its results are compared in the parent process."""
     os.environ["GRADWIRE_HOST"] = hosts[int(os.environ["GRADWIRE_RANK"])]
-    with gw.init() as group:
+    with gw.init(transport=transport) as group:
         rank = group.rank
         found: dict[str, Any] = {"hosts": group.topology.hosts}
         found["calls"] = [case.call(group, case.input(rank, size), rank, size) for case in calls_of(size)]
@@ -68,12 +68,20 @@ def program(size: int, hosts: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "size", [2, 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+    ("size", "transport"),
+    [
+        (2, "auto"),
+        (3, "auto"),
+        (3, "grpc"),
+        pytest.param(5, "auto", marks=pytest.mark.slow),
+        pytest.param(8, "auto", marks=pytest.mark.slow),
+    ],
 )
-def test_processes_making_every_kind_of_call_agree_with_the_oracle(size: int) -> None:
-    found = gw.launch(program, size, (size, HOSTS[size]))
+def test_processes_making_every_kind_of_call_agree_with_the_oracle(size: int, transport: str) -> None:
+    found = gw.launch(program, size, (size, HOSTS[size], transport))
     topology = Topology.of(list(HOSTS[size]))
-    inside = "shm" if native_core.available() and len(topology.hosts) < size else "tcp"
+    sharing = native_core.available() and len(topology.hosts) < size and transport == "auto"
+    inside = "shm" if sharing else "tcp"
     cases = list(calls_of(size))
     for position, case in enumerate(cases):
         case.check(case.inputs(size), [answers["calls"][position] for answers in found], topology, inside)

@@ -8,6 +8,7 @@ from fuzz.targets import (
     credentials,
     engine,
     frames,
+    grpc,
     launching,
     membership,
     memory,
@@ -16,5 +17,18 @@ from fuzz.targets import (
     values,
 )
 
-FAMILIES = (frames, control, point_to_point, admission, tls, membership, credentials, values, memory, engine, launching)
+FAMILIES = (
+    frames,
+    control,
+    point_to_point,
+    admission,
+    tls,
+    grpc,
+    membership,
+    credentials,
+    values,
+    memory,
+    engine,
+    launching,
+)
 TARGETS = {target.name: target for family in FAMILIES for target in family.TARGETS}

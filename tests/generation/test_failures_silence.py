@@ -62,7 +62,16 @@ def check_lost(rank: Rank, victim: Rank) -> None:
 @needs_core
 @pytest.mark.parametrize(
     ("transport", "victim", "nbytes"),
-    [("shm", 0, 8), ("shm", 2, LARGE), ("shm", 0, 0), ("tcp", 3, 8), ("tcp", 0, LARGE), ("tcp", 1, 0)],
+    [
+        ("shm", 0, 8),
+        ("shm", 2, LARGE),
+        ("shm", 0, 0),
+        ("tcp", 3, 8),
+        ("tcp", 0, LARGE),
+        ("tcp", 1, 0),
+        ("grpc", 2, 8),
+        ("grpc", 1, 0),
+    ],
 )
 def test_frozen_rank_is_the_culprit_of_peer_lost(job: StartJob, transport: str, victim: int, nbytes: int) -> None:
     with job(reduces, 3 if nbytes == LARGE else 4, transport, nbytes) as ranks:
@@ -73,7 +82,7 @@ def test_frozen_rank_is_the_culprit_of_peer_lost(job: StartJob, transport: str, 
 
 
 @needs_core
-@pytest.mark.parametrize(("transport", "victims"), [("shm", (3, 1)), ("tcp", (1, 2))])
+@pytest.mark.parametrize(("transport", "victims"), [("shm", (3, 1)), ("tcp", (1, 2)), ("grpc", (2, 1))])
 def test_peer_lost_after_ranks_freeze_at_once_names_the_lowest(
     job: StartJob, transport: str, victims: tuple[int, ...]
 ) -> None:

@@ -92,6 +92,9 @@ class AdoptingTransport:
 
     taker: Callable[[Link], None]
 
+    def __init__(self, relayed: bool) -> None:
+        self.relayed = relayed
+
     def adopt(self, channel: int, taker: Callable[[Link], None]) -> None:
         assert channel == LIFELINE_CHANNEL
         self.taker = taker
@@ -101,14 +104,18 @@ class Harness:
     """Rank 1 of 3 with its lifeline, and the links to ranks 0 (dialled) and 2 (adopted)."""
 
     def __init__(
-        self, kind: type[SocketLink] = SocketLink, native: bool | None = None, remote: Sequence[int] = ()
+        self,
+        kind: type[SocketLink] = SocketLink,
+        native: bool | None = None,
+        remote: Sequence[int] = (),
+        relayed: bool = False,
     ) -> None:
         self.control = Control(1, ["a", "b", "c"], 1, lambda peer, message: None, lambda: None)
         self.links = {0: kind(0), 2: kind(2)}
         self.ended: list[int] = []
         self.sink = HeartbeatSink(lambda header: None)
         self.lifeline = Lifeline(self.control, frame(), self.sink, self.pump, remote)
-        self.transport: Any = AdoptingTransport()
+        self.transport: Any = AdoptingTransport(relayed)
         self.profile = HeartbeatProfile(native_core.available() if native is None else native, os.getpid(), "")
         self.lifeline.begin(self.profile.native, None)
         self.lifeline.connect(None, 3, self.transport, self.links.__getitem__)  # type: ignore[arg-type]
@@ -208,8 +215,8 @@ def test_lifeline_sends_heartbeats_on_its_links(harness: Harness) -> None:
         assert link.read(3 * HEADER_BYTES) == 3 * frame()
 
 
-@pytest.mark.parametrize("harness", [{"native": False}], indirect=True)
-def test_lifeline_without_the_core_sends_a_heartbeat_at_each_tick(harness: Harness) -> None:
+@pytest.mark.parametrize("harness", [{"native": False}, {"relayed": True}], indirect=True, ids=["pure", "relayed"])
+def test_lifeline_without_the_core_or_over_relayed_links_sends_a_heartbeat_at_each_tick(harness: Harness) -> None:
     now = time.monotonic()
     for step in range(4):
         harness.lifeline.tick(now + step * SLOW_HEARTBEAT_SECONDS)
@@ -450,3 +457,13 @@ def test_lifeline_network_that_drops_packets_gets_the_whole_deadline_between_hos
 def test_lifeline_rank_without_the_core_on_another_host_has_ten_seconds(harness: Harness) -> None:
     harness.lifeline.watch([HeartbeatProfile(True, 1, "a", 5), harness.profile, HeartbeatProfile(False, 1, "b", 5)])
     assert silence_on(harness, lossy_after=math.inf) == pytest.approx(lifeline.PURE_SECONDS, abs=2 * POLL_SECONDS)
+
+
+@needs_core
+@pytest.mark.parametrize("harness", [{"kind": LossyLink, "remote": [0, 2], "relayed": True}], indirect=True)
+@pytest.mark.parametrize(("timeout", "seconds"), [(3.0, lifeline.PURE_SECONDS), (20.0, 20.0)])
+def test_lifeline_rank_on_another_host_over_relayed_links_has_ten_seconds_or_the_timeout(
+    harness: Harness, timeout: float, seconds: float
+) -> None:
+    harness.lifeline.watch([HeartbeatProfile(True, 1, name, 5, timeout) for name in "abc"])
+    assert silence_on(harness, lossy_after=math.inf) == pytest.approx(seconds, abs=SLOW_HEARTBEAT_SECONDS)

@@ -28,12 +28,14 @@ from gradwire.job.config import JobConfig
 from gradwire.job.init import connect_in_process, connect_member
 from gradwire.topology import Topology
 from gradwire.transports.base import Transport
+from gradwire.transports.grpc.transport import GrpcTransport
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp.transport import TcpTransport
 from support.tls_files import MEMBERS, credentials
 
 T = TypeVar("T")
 TIMEOUT = 60.0
+ONE_SIZE = ("tls", "grpc")  # one size is enough: they change the links only, and other transports test the schedules
 
 
 def local_ranks(topology: Topology) -> list[Group]:
@@ -53,6 +55,15 @@ def tls_ranks(topology: Topology) -> list[Group]:
     return groups
 
 
+def grpc_ranks(topology: Topology) -> list[Group]:
+    """Return groups that use gRPC, with TLS between an odd number of ranks, and send heartbeats."""
+    groups = agreed(tcp_endpoints(topology, tls=topology.size % 2 == 1, kind=GrpcTransport), "grpc")
+    for group in groups:
+        able = group.capabilities
+        assert (able.transport, able.native, able.registered) == ("grpc", False, False)
+    return groups
+
+
 def shm_ranks(topology: Topology) -> list[Group]:
     """Return groups whose ranks share memory on one host, and use sockets between hosts."""
     groups = agreed(tcp_endpoints(topology))
@@ -60,20 +71,20 @@ def shm_ranks(topology: Topology) -> list[Group]:
     return groups
 
 
-def tcp_endpoints(topology: Topology, tls: bool = False) -> list[Endpoint]:
-    """Return ranks that use TCP and are not connected yet."""
+def tcp_endpoints(topology: Topology, tls: bool = False, kind: type[TcpTransport] = TcpTransport) -> list[Endpoint]:
+    """Return ranks that use TCP, or another kind of transport, and are not connected yet."""
     run, key = secrets.token_bytes(16), secrets.token_bytes(32)
     members = MEMBERS[: topology.size]
-    transports = [TcpTransport("127.0.0.1", credentials(member) if tls else None) for member in members]
+    transports = [kind("127.0.0.1", credentials(member) if tls else None) for member in members]
     addresses = [transport.address for transport in transports]
     for rank, transport in enumerate(transports):
         transport.assemble(rank=rank, addresses=addresses, job=run, generation=1, key=key, cores=0.0, members=members)
     return _endpoints(topology, transports, run)
 
 
-def agreed(endpoints: Sequence[Endpoint]) -> list[Group]:
+def agreed(endpoints: Sequence[Endpoint], transport: str = "auto") -> list[Group]:
     """Connect ranks like those of several processes: they share memory where they can, and send heartbeats."""
-    config, deadline = JobConfig(timeout=TIMEOUT), time.monotonic() + TIMEOUT
+    config, deadline = JobConfig(timeout=TIMEOUT, transport=transport), time.monotonic() + TIMEOUT
     with ThreadPoolExecutor(len(endpoints)) as threads:
         return list(threads.map(lambda endpoint: connect_member(endpoint, config, deadline), endpoints))
 
@@ -99,11 +110,12 @@ TRANSPORTS: dict[str, Callable[[Topology], list[Group]]] = {
 if native_core.available():  # without the core there is no shared memory
     TRANSPORTS["shm"] = shm_ranks
 TRANSPORTS["tls"] = tls_ranks
+TRANSPORTS["grpc"] = grpc_ranks
 
 
 def sizes(*numbers: int) -> list[tuple[str, int]]:
-    """Return every transport with each number of ranks. TLS gets only the first number: it changes only the links."""
-    return [(name, number) for name in TRANSPORTS for number in (numbers[:1] if name == "tls" else numbers)]
+    """Return every transport with each number of ranks. TLS and gRPC get only the first: they change only the links."""
+    return [(name, number) for name in TRANSPORTS for number in (numbers[:1] if name in ONE_SIZE else numbers)]
 
 
 class Crew:

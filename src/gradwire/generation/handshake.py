@@ -99,6 +99,8 @@ def agree(
     # From here on every rank sends heartbeats, so their absence means something.
     connection.service.lifeline.watch([HeartbeatProfile.from_wire(entry.profile) for entry in entries])
     connection.service.wake()
+    if connection.transport.relayed:  # the memory carries heartbeats only
+        return Agreement(agreed_table, None, (False,) * identity.size)
     return Agreement(agreed_table, shared, sharing)
 
 

@@ -37,9 +37,9 @@ class GroupLinks:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native core runs this group's schedules. The core does not support TLS."""
+        """Whether the native core runs this group's schedules. The core does not support TLS and gRPC."""
         alarm = self._generation.failure.alarm
-        plain = not self._uses_tls
+        plain = not self._uses_tls and not self._generation.transport.relayed
         return len(self._members) > 1 and plain and native_core.available() and isinstance(alarm, Descriptor)
 
     @property

@@ -66,8 +66,8 @@ __all__ = [
     "table",
 ]
 
-TRANSPORTS = ("auto", "shm", "tcp")
-NOT_BUILT = ("grpc", "mpi")  # reserved for future transports; an error until they exist
+TRANSPORTS = ("auto", "shm", "tcp", "grpc")
+NOT_BUILT = ("mpi",)  # reserved for future transports; an error until they exist
 
 Role = Literal["coordinator", "worker"]
 ROLES = ("coordinator", "worker")
@@ -109,7 +109,7 @@ class JobConfig:
     - `address`: "host:port" where the ranks meet, or None for a job of one rank. It is a string with the attributes
       `host` and `port`.
     - `served`: a coordinator already runs at `address`, for example `gradwire coordinator`.
-    - `transport`: "auto", "shm" or "tcp", as in `gw.init`.
+    - `transport`: "auto", "shm", "tcp" or "grpc", as in `gw.init`.
     - `timeout`: seconds for joining, and for each call that has no timeout of its own.
     - `peer_timeout`: seconds without a heartbeat after which a rank on another host counts as lost. The largest value
       of all ranks applies.

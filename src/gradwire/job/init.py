@@ -54,7 +54,8 @@ def init(
       already does.
     - `transport`: how ranks exchange data. With "auto", ranks on one host use shared memory where possible, and all
       other pairs of ranks use TCP. With "tcp", all ranks use TCP. With "shm", all ranks must share memory, otherwise
-      every rank raises `UnsupportedOp`.
+      every rank raises `UnsupportedOp`. With "grpc", all ranks use gRPC streams, which is slower, for networks that
+      only forward HTTP/2.
     - `timeout`: seconds for joining, and the default for each blocking call of the group.
     - `insecure`: allow plaintext links to other machines. By default an address outside of this machine needs the
       certificates that `gradwire certs` makes, and `ConfigError` is raised without them.

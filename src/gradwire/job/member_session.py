@@ -173,7 +173,12 @@ class MemberSession:
             raise
 
     def new_transport(self) -> TcpTransport:
-        return TcpTransport(_own_address(self._address), self._credentials)
+        host = _own_address(self._address)
+        if self.config.transport == "grpc":
+            from gradwire.transports.grpc.transport import GrpcTransport  # loads h2
+
+            return GrpcTransport(host, self._credentials)
+        return TcpTransport(host, self._credentials)
 
     def _elastic_membership(self, joined: bool) -> ElasticMembership:
         """Return the functions by which a generation joins its successor, leaves the job and reads the news."""
@@ -215,7 +220,7 @@ class MemberSession:
                 agreed = self._agree(coordinator.address if coordinator else None, left)
                 self._address = Address.parse(agreed, "the address that the ranks agreed on")
                 self._secret_for(self._address)  # raises if the address is not allowed: torchrun's store is not trusted
-            first = past.generation == 0
+            first, needs_no_core = past.generation == 0, config.transport in ("shm", "grpc")
             self._member = self._new_member(transport, config.rank if first else None)
             return requests.register(
                 str(self._address),
@@ -225,7 +230,7 @@ class MemberSession:
                 job=self._job,
                 timeout=left,
                 **asdict(past),
-                transport=config.transport if config.transport == "shm" or native_core.available() else "tcp",
+                transport=config.transport if needs_no_core or native_core.available() else "tcp",
                 credentials=self._credentials,
                 waiting=_WaitReporter(),
                 seal=self._seal,

@@ -5,12 +5,12 @@
                                between neighbours in a ring
 
 A native thread sends the heartbeats (native/lifeline.hpp). They show that the process runs, even while its interpreter
-is blocked. `heartbeat_messages` defines the heartbeats under TLS. Without the native core the service thread sends
-them, less often, and such a rank may be silent for 10 s. A rank that sends heartbeats but makes no progress is stuck,
-not lost. The service thread reads heartbeats every 0.1 s, and `Detector` decides which ranks are lost. On one host the
-service thread also watches a pidfd of each process, and sees the end of the process within milliseconds. Between hosts
-the network may be the reason for a silence, so the deadline is longer: all ranks of a job use the longest
-`GRADWIRE_PEER_TIMEOUT` among them.
+is blocked. `heartbeat_messages` defines the heartbeats under TLS. Without the native core, and on links that Python
+relays (gRPC), the service thread sends them, less often, and such a rank may be silent for 10 s. A rank that sends
+heartbeats but makes no progress is stuck, not lost. The service thread reads heartbeats every 0.1 s, and `Detector`
+decides which ranks are lost. On one host the service thread also watches a pidfd of each process, and sees the end of
+the process within milliseconds. Between hosts the network may be the reason for a silence, so the deadline is longer:
+all ranks of a job use the longest `GRADWIRE_PEER_TIMEOUT` among them.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Lifeline:
         self._linked: set[int] = set()  # ranks with a lifeline link to this one
         self._missing: set[int] = set()  # those of them whose link is not open yet
         self._readers: list[Reader] = []
-        self._outboxes: dict[int, Outbox] = {}  # by id of the link; used without the native thread
+        self._outboxes: dict[int, Outbox] = {}  # by id of the link; of links on which the native thread sends nothing
+        self._relayed = False  # Python relays the links
         self._tokens: dict[int, tuple[int, Tokens]] = {}  # by id of the link: descriptor and tokens, for token links
         self._to_watch: deque[tuple[int, HeartbeatProfile]] = deque()  # ranks that `tick` begins to watch
         self._timeout = PEER_SECONDS
@@ -157,6 +158,7 @@ class Lifeline:
         """Receive heartbeats through shared memory, and open links with the other ranks. The higher rank dials."""
         rank = self._control.rank
         self._shared = shared
+        self._relayed = transport.relayed
         self._linked = linked(rank, size, set(shared.peers) if shared is not None else set())
         self._missing = set(self._linked)
         self._begun = True
@@ -196,7 +198,7 @@ class Lifeline:
         tokens = Tokens(key, self._control.rank) if key is not None else None
         if tokens is not None:
             self._tokens[id(link)] = _descriptor(link), tokens
-        if self._thread is None:
+        if self._thread is None or self._relayed:
             self._outboxes[id(link)] = Outbox(link)
         elif tokens is None:
             self._thread.add(_descriptor(link), self._record)
@@ -217,9 +219,8 @@ class Lifeline:
             self._dead[link.peer] = time.monotonic() + DEATH_SECONDS
         elif link.channel == LIFELINE_CHANNEL:
             with self._lock:
-                if self._thread is not None:
+                if self._outboxes.pop(id(link), None) is None and self._thread is not None:
                     self._thread.drop(_descriptor(link))
-                self._outboxes.pop(id(link), None)
                 self._tokens.pop(id(link), None)
                 self._readers = [reader for reader in self._readers if reader.link is not link]
 
@@ -263,13 +264,16 @@ class Lifeline:
 
     def _watch(self, peer: int, profile: HeartbeatProfile, now: float) -> None:
         """Let the detector watch a rank."""
+        native = profile.native and (peer in self._sharing or not self._relayed)
         if peer in self._remote:
             link = self._link_to(peer)
             if isinstance(link, NetworkLink):  # otherwise TCP's back-off continues after an outage for as long again
                 link.repair_within(max(1.0, self._timeout / 4))
-            least = LINK_SECONDS if profile.native else PURE_SECONDS
+            least = LINK_SECONDS if native else PURE_SECONDS
+            if self._relayed:  # nothing shows whether the network is the reason of a silence
+                least = max(least, self._timeout)
             self._detector.watch_remote(peer, now, max(least, self._timeout), least=least)
-        elif profile.native:
+        elif native:
             self._detector.watch(peer, now, SHARED_MEMORY_SECONDS if peer in self._sharing else LINK_SECONDS)
         else:
             self._detector.watch(peer, now, PURE_SECONDS, PURE_SECONDS, slow=True)
@@ -292,13 +296,13 @@ class Lifeline:
         return min(self._dead.values(), default=math.inf) - now
 
     def _send_heartbeats(self, now: float) -> None:
-        """Make tokens for the native thread. Without that thread, send the heartbeats."""
+        """Make tokens for the native thread, and send the heartbeats that it does not send."""
         if self._thread is not None:
             for descriptor, tokens in list(self._tokens.values()):
                 left = -(-self._thread.ahead(descriptor) // heartbeat_messages.BLOCK_TOKENS)
                 for _ in range(min(FEED_BLOCKS, heartbeat_messages.STOCK_BLOCKS - left)):
                     self._thread.feed(descriptor, tokens.block())
-        elif now >= self._next_heartbeat:
+        if self._outboxes and now >= self._next_heartbeat:
             self._next_heartbeat = now + SLOW_HEARTBEAT_SECONDS
             for link, outbox in list(self._outboxes.items()):
                 with contextlib.suppress(LinkClosed, OSError):  # the reader of the link notices too, and handles it

@@ -72,7 +72,8 @@ class Claim:
     `session` distinguishes two processes that claim the same id, and `sequence` grows with each claim. `generation` is
     the last generation that the process was in (0: none) and `run` the run of that generation. `lost` are the ids of
     members of that generation that the process itself could not reach. `transport` is what it can use for data links:
-    "auto", "tcp", or "shm" if it requires shared memory. It is empty for a process that brings its own data plane.
+    "auto", "tcp", "grpc", or "shm" if it requires shared memory. It is empty for a process that brings its own data
+    plane.
     """
 
     member: Member

@@ -51,6 +51,8 @@ class _Loaded:
     identity: Identity
     server: ssl.SSLContext
     client: ssl.SSLContext
+    http2_server: ssl.SSLContext
+    http2_client: ssl.SSLContext
 
 
 class Credentials:
@@ -161,6 +163,14 @@ class Credentials:
         """Return a TLS context for making connections, from the files as they are now."""
         return self._fresh().client
 
+    def http2_server_context(self) -> ssl.SSLContext:
+        """Return the context of a server of HTTP/2, which TLS negotiates as the protocol inside."""
+        return self._fresh().http2_server
+
+    def http2_client_context(self) -> ssl.SSLContext:
+        """Return the context of a client of HTTP/2."""
+        return self._fresh().http2_client
+
     # -- gRPC ---------------------------------------------------------------------------------------------------------
 
     def grpc_server(self) -> Any:
@@ -248,7 +258,10 @@ class Credentials:
             identity = certificates.identity_in(chain[0])
         except ValueError as error:
             raise ConfigError(f"the certificate {self._cert} cannot be used: {error}") from error
-        contexts = [_context(side, ca, self) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)]
+        sides = (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+        contexts = [_context(side, ca, self) for side in (*sides, *sides)]
+        for context in contexts[2:]:
+            context.set_alpn_protocols(["h2"])
         return _Loaded(versions, ca, cert, key, identity, *contexts)
 
 

@@ -6,4 +6,5 @@ frames             complete messages over a link, for the channels that the serv
 local              links between ranks that are threads of one process: byte pipes in memory
 shm                memory shared by the ranks of one host
 tcp                TCP connections, with TLS if there are certificates
+grpc               gRPC streams, which HTTP/2 proxies and service meshes forward
 """

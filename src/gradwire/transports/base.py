@@ -96,6 +96,8 @@ class Transport(Resource, Protocol):
     rank: int
     encrypted: bool
     """Whether links encrypt, so that data must not be written to their descriptors directly."""
+    relayed: bool
+    """Whether a Python thread of this process moves the bytes of links: nothing is sent while the GIL is held."""
     cores: float
     """Usable cores for each rank of this host. With at least 1, a waiting thread may spin before it sleeps."""
 

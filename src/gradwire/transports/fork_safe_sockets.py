@@ -7,6 +7,9 @@ import os
 import socket
 import threading
 import weakref
+from typing import TypeVar
+
+S = TypeVar("S", bound=socket.socket)
 
 _making = threading.RLock()  # held while a socket is created and recorded, and during forks
 os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
@@ -31,6 +34,14 @@ class Sockets:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._open.add(sock)
         return sock
+
+    def pair(self, kind: type[S]) -> tuple[S, socket.socket]:
+        """Return two stream sockets that are connected with each other. The first one is of this class."""
+        with _making:
+            one, two = socket.socketpair()
+            first = kind(fileno=one.detach())
+            self._open.update((first, two))
+        return first, two
 
     def accept(self, listener: socket.socket) -> tuple[socket.socket, str]:
         """Accept the next connection of a non-blocking listener, and return it with its source address."""

@@ -137,6 +137,7 @@ class LocalTransport:
 
     name = "local"
     encrypted = False
+    relayed = False
     cores = 0.0  # never spin: with one GIL, spinning would only keep the peer from answering
 
     def __init__(self, hub: Hub, rank: int) -> None:

@@ -93,6 +93,17 @@ def test_newcomer_that_cannot_share_memory_where_a_member_requires_it_is_refused
     assert "Use transport 'auto'" in refused
 
 
+@pytest.mark.parametrize(("here", "newcomer"), [("auto", "grpc"), ("grpc", "tcp"), ("shm", "grpc"), ("grpc", "auto")])
+def test_newcomer_whose_links_are_grpc_and_not_those_of_the_members_is_refused(here: str, newcomer: str) -> None:
+    text = reason(running(here, here).register(claim("new", newcomer), 1.0))
+    assert f"uses transport '{newcomer}', and " in text
+    assert f"uses '{here}': either all members of a job use 'grpc' or none does" in text
+
+
+def test_newcomer_with_grpc_links_like_those_of_the_members_waits() -> None:
+    assert isinstance(running("grpc", "grpc").register(claim("new", "grpc"), 1.0), Waiting)
+
+
 @pytest.mark.parametrize(("here", "newcomer", "host"), [("auto", "shm", "machine"), ("auto", "tcp", "other")])
 def test_newcomer_that_fits_waits(here: str, newcomer: str, host: str) -> None:
     assert waits(running(here, here).register(claim("new", newcomer, host=host), 1.0))

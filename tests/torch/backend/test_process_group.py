@@ -83,12 +83,12 @@ def test_init_process_group_transport_not_built_raises_unsupported_op(job: Start
         fails_to_init,
         size,
         str(tmp_path / "store"),
-        environ=lambda rank: environ(rank) | {"GRADWIRE_TRANSPORT": "grpc"},
+        environ=lambda rank: environ(rank) | {"GRADWIRE_TRANSPORT": "mpi"},
     ) as ranks:
         for rank in ranks:
             report = rank.receive()
             assert report["error"] == "UnsupportedOp"
-            assert "'grpc' (from GRADWIRE_TRANSPORT) is not available yet: use 'auto', 'shm', 'tcp'" in report["text"]
+            assert "'mpi' (from GRADWIRE_TRANSPORT) is not available yet: use 'auto', 'shm', 'tcp'" in report["text"]
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from gradwire.membership.endpoints import split
 from gradwire.membership.types import LARGEST_JOB, Claim, Member
 
 LONGEST_NAME = 128  # characters of an id, host, hostname, address or job
-TRANSPORTS = ("", "auto", "shm", "tcp")  # of a claim
+TRANSPORTS = ("", "auto", "shm", "tcp", "grpc")  # of a claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +217,8 @@ def _unfit(claim: Claim, terms: Terms, roster: Roster) -> str | None:
             f"{claim.member} has no data address, and the members of this job exchange data through gradwire: join it "
             "with gw.init() or gradwire join. A WorkerNode is for jobs whose members bring their own data plane"
         )
+    if (reason := _other_links(claim, roster)) is not None:
+        return reason
     if not roster.generation:
         return None  # queued processes without a data plane are `displaced`; shared memory is checked at set-up
     if uses_data_plane is False and claim.transport:
@@ -229,6 +231,21 @@ def displaced(claim: Claim, roster: Roster) -> list[str]:
     if not claim.transport or roster.generation or roster.uses_data_plane is not False:
         return []
     return list(roster.queue)
+
+
+def _other_links(claim: Claim, roster: Roster) -> str | None:
+    """Refuse a claim for gRPC links if the others use TCP, and the other way round: such ranks cannot connect."""
+    members = [(record.member, record.transport) for name, record in roster.records.items() if roster.returnable(name)]
+    waiting = [(place.claim.member, place.claim.transport) for place in roster.queue.values()]
+    for member, transport in members or waiting:
+        if transport and claim.transport and member.id != claim.member.id and "grpc" in (transport, claim.transport):
+            if transport == claim.transport:
+                return None
+            return (
+                f"{claim.member} uses transport {claim.transport!r}, and {member} uses {transport!r}: either all "
+                "members of a job use 'grpc' or none does. Set the same transport everywhere (GRADWIRE_TRANSPORT)"
+            )
+    return None
 
 
 def _cannot_share(claim: Claim, roster: Roster) -> str | None:

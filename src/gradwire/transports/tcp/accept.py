@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from gradwire.security.admission import Acceptor, Hello, refusal
 from gradwire.security.credentials import Credentials, explain
@@ -35,6 +35,28 @@ NO_PLAINTEXT = "this rank uses TLS: give that process certificates too (GRADWIRE
 Stream = socket.socket | TlsStream  # a connection during its admission
 
 
+class Incoming(Protocol):
+    """New connections. Its descriptor is readable while there is one."""
+
+    def fileno(self) -> int: ...
+
+    def accept(self) -> tuple[socket.socket, str]:
+        """Return the next connection with its source. Raise `BlockingIOError` if there is none."""
+
+
+class Listener:
+    """The connections that arrive at a listening socket."""
+
+    def __init__(self, listener: socket.socket, sockets: Sockets) -> None:
+        self._listener, self._sockets = listener, sockets
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def accept(self) -> tuple[socket.socket, str]:
+        return self._sockets.accept(self._listener)
+
+
 @dataclass(slots=True)
 class _Pending:
     """A connection that is not admitted yet."""
@@ -48,12 +70,11 @@ class _Pending:
 
 
 class Acceptance:
-    """Accepts connections on a listener, and passes on those that prove that they know the job's secret."""
+    """Accepts connections, and passes on those that prove that they know the job's secret."""
 
     def __init__(
         self,
-        listener: socket.socket,
-        sockets: Sockets,
+        incoming: Incoming,
         key: bytes,
         check: Callable[[Hello, Stream], str | None],
         admitted: Callable[[Stream, Acceptor], None],
@@ -61,8 +82,7 @@ class Acceptance:
         credentials: Credentials | None = None,
     ) -> None:
         """`check` returns the reason to refuse a peer, or None. `admitted` gets each connection that is admitted."""
-        self._listener = listener
-        self._sockets = sockets
+        self._incoming = incoming
         self._key = key
         self._check = check
         self._admitted = admitted
@@ -95,7 +115,7 @@ class Acceptance:
 
     def _turn(self) -> None:
         for descriptor, _ in self._poll():
-            if descriptor == self._listener.fileno():
+            if descriptor == self._incoming.fileno():
                 self._accept()
             elif descriptor in self._pending:
                 self._advance(descriptor)
@@ -107,7 +127,7 @@ class Acceptance:
         now = time.monotonic()
         deadlines = [pending.until for pending in self._pending.values()]
         if now >= self._paused_until:
-            poll.register(self._listener.fileno(), select.POLLIN)
+            poll.register(self._incoming.fileno(), select.POLLIN)
         else:
             deadlines.append(self._paused_until)
         for descriptor in self._pending:
@@ -117,7 +137,7 @@ class Acceptance:
 
     def _accept(self) -> None:
         try:
-            sock, source = self._sockets.accept(self._listener)
+            sock, source = self._incoming.accept()
         except BlockingIOError:
             return
         except OSError as error:

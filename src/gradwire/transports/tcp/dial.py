@@ -8,6 +8,7 @@ import select
 import socket
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -22,33 +23,21 @@ from gradwire.transports.tcp.tls_link import NotTls, TlsStream
 RETRY_SECONDS = 0.05
 # A rank listens before it registers. If its port refuses connections for this long, the rank is dead, not late.
 REFUSING_SECONDS = 5.0
+NOT_TLS = "it does not use TLS, and this rank does: give certificates to all ranks or to none"
 
 T = TypeVar("T")
 Steps = Generator[int, None, T]  # yields the poll events that it waits for
 
 
-class Call:
-    """One connection attempt, up to the admission.
+class Call(ABC):
+    """One connection attempt, up to the admission."""
 
-    `check_certificate(rank, stream)` returns the reason why a certificate is not that of this rank, or None.
-    """
-
-    def __init__(
-        self,
-        sockets: Sockets,
-        address: tuple[str, int],
-        key: bytes,
-        hello: Hello,
-        credentials: Credentials | None,
-        check_certificate: Callable[[int, Stream], str | None],
-    ) -> None:
+    def __init__(self, sock: socket.socket, key: bytes, hello: Hello) -> None:
+        sock.setblocking(False)
+        self.socket = sock
         self._hello = hello
         self._dialer = Dialer(key, hello)
-        self._credentials = credentials
-        self._check_certificate = check_certificate
-        self.socket = sockets.open(address[0])
-        self.socket.setblocking(False)
-        self._steps = self._join(self.socket.connect_ex(address))
+        self._steps = self._join()
         self.waits_for = 0  # poll events
         self.stream: Stream | None = None  # set when it is admitted
 
@@ -75,12 +64,12 @@ class Call:
         """Close the socket."""
         self.socket.close()
 
-    def _join(self, error: int) -> Steps[Stream]:
-        yield from connected(self.socket, error)
-        stream: Stream = self.socket
-        if self._credentials is not None:
-            stream = TlsStream(self.socket, self._credentials.client_context(), server=False)
-            yield from self._secure(stream)
+    @abstractmethod
+    def _connect(self) -> Steps[Stream]:
+        """Return the stream that carries the admission, once it is connected."""
+
+    def _join(self) -> Steps[Stream]:
+        stream = yield from self._connect()
         _send(stream, self._dialer.start())
         while not self._dialer.done:
             answer = self._dialer.feed((yield from self._receive(stream)))
@@ -88,30 +77,66 @@ class Call:
                 _send(stream, answer)
         return stream
 
+    def _receive(self, stream: Stream, most: int | None = None) -> Steps[bytes]:
+        """Receive the next bytes from the acceptor, at most `most` or as many as the dialer wants."""
+        data = yield from _retried(lambda: stream.recv(most or self._dialer.wanted))
+        if not data:
+            raise self._ended()
+        return data
+
+    def _ended(self) -> Exception:
+        """Return the error for a connection that ended during the admission."""
+        return self._dialer.eof()
+
+    def _refused(self, reason: str) -> Refused:
+        hello = self._hello
+        text = f"no link to rank {hello.target}: {reason}"
+        return Refused(text, rank=hello.source, peer=hello.target, generation=hello.generation)
+
+
+class TcpCall(Call):
+    """A connection attempt over TCP, with TLS if there are credentials.
+
+    `check_certificate(rank, stream)` returns the reason why a certificate is not that of this rank, or None.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        address: tuple[str, int],
+        key: bytes,
+        hello: Hello,
+        credentials: Credentials | None,
+        check_certificate: Callable[[int, Stream], str | None],
+    ) -> None:
+        super().__init__(sockets.open(address[0]), key, hello)
+        self._address = address
+        self._credentials = credentials
+        self._check_certificate = check_certificate
+
+    def _connect(self) -> Steps[Stream]:
+        yield from connected(self.socket, self.socket.connect_ex(self._address))
+        if self._credentials is None:
+            return self.socket
+        stream = TlsStream(self.socket, self._credentials.client_context(), server=False)
+        yield from self._secure(stream)
+        return stream
+
     def _secure(self, stream: TlsStream) -> Steps[None]:
         """Do the TLS handshake, wait until the peer has accepted this rank's certificate, and check the peer's.
 
         With TLS 1.3 the handshake ends on this side before the peer has checked the certificate.
         """
-        hello = self._hello
         try:
             yield from _retried(stream.shake_hands)
             yield from self._receive(stream, len(WELCOME))
-            reason = self._check_certificate(hello.target, stream)
+            reason = self._check_certificate(self._hello.target, stream)
         except NotTls:
-            reason = "it does not use TLS, and this rank does: give certificates to all ranks or to none"
+            reason = NOT_TLS
         except ssl.SSLError as error:
             reason = explain(error)
         if reason is not None:
-            text = f"no link to rank {hello.target}: {reason}"
-            raise Refused(text, rank=hello.source, peer=hello.target, generation=hello.generation)
-
-    def _receive(self, stream: Stream, most: int | None = None) -> Steps[bytes]:
-        """Receive the next bytes from the acceptor, at most `most` or as many as the dialer wants."""
-        data = yield from _retried(lambda: stream.recv(most or self._dialer.wanted))
-        if not data:
-            raise self._dialer.eof()
-        return data
+            raise self._refused(reason)
 
 
 class Attempts:

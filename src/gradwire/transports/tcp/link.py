@@ -1,4 +1,4 @@
-"""A link over a connected TCP socket, and its socket options."""
+"""A link over a connected socket, and the options of TCP sockets."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _TCP_INFO = struct.Struct("@2xB21xI28xI")
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBADF)
 
 
-class TcpLink:
+class SocketLink:
     """A connected, admitted, non-blocking socket."""
 
     __slots__ = ("_forget", "_socket", "channel", "peer")
 
     def __init__(self, sock: socket.socket, peer: int, channel: int, forget: Callable[[Link], None]) -> None:
-        tune(sock)
         sock.setblocking(False)
         self.peer = peer
         self.channel = channel
@@ -56,6 +55,26 @@ class TcpLink:
             raise LinkClosed
         return got
 
+    def close(self) -> None:
+        # A shutdown wakes a thread that polls the socket; close alone does not.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._forget(self)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+
+class TcpLink(SocketLink):
+    """A link over a TCP connection."""
+
+    __slots__ = ()
+
+    def __init__(self, sock: socket.socket, peer: int, channel: int, forget: Callable[[Link], None]) -> None:
+        tune(sock)
+        super().__init__(sock, peer, channel, forget)
+
     def repair_within(self, seconds: float) -> None:
         with contextlib.suppress(OSError):  # before Linux 6.15
             self._socket.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, int(1000 * seconds))
@@ -67,16 +86,6 @@ class TcpLink:
         except (OSError, AttributeError, struct.error):  # the socket was closed, or this is not Linux
             return False
         return bool((unacknowledged and retransmits) or since_answer > UNANSWERED_MS)
-
-    def close(self) -> None:
-        # A shutdown wakes a thread that polls the socket; close alone does not.
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._forget(self)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
 
 def closed_or(error: OSError, peer: int) -> Exception:

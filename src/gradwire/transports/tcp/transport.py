@@ -24,9 +24,9 @@ from gradwire.security.admission import Acceptor, Dialer, Hello
 from gradwire.security.credentials import Credentials
 from gradwire.transports.base import LIFELINE_CHANNEL, Arrivals, Bell, Check, Link, no_check
 from gradwire.transports.fork_safe_sockets import Sockets
-from gradwire.transports.tcp.accept import Acceptance, Stream
-from gradwire.transports.tcp.dial import Attempts, Call, connected, dial
-from gradwire.transports.tcp.link import TcpLink
+from gradwire.transports.tcp.accept import Acceptance, Listener, Stream
+from gradwire.transports.tcp.dial import Attempts, Call, TcpCall, connected, dial
+from gradwire.transports.tcp.link import SocketLink, TcpLink
 from gradwire.transports.tcp.tls_link import HeartbeatLink, TlsLink, TlsStream
 
 __all__ = ["TcpLink", "TcpTransport"]
@@ -70,6 +70,7 @@ class TcpTransport:
     """The transport of one rank over TCP. It listens at once, for the registration; `assemble` makes it usable."""
 
     name = "tcp"
+    relayed = False
 
     def __init__(self, host: str, credentials: Credentials | None = None) -> None:
         self.rank = -1
@@ -81,7 +82,7 @@ class TcpTransport:
         self._addresses: list[tuple[str, int]] = []
         self._hello: Callable[[int, int], Hello] | None = None
         self._key = b""
-        self._links: set[TcpLink] = set()
+        self._links: set[SocketLink] = set()
         self._bells: list[PipeBell] = []
         self._lock = threading.Lock()
         self._acceptance: Acceptance | None = None
@@ -118,10 +119,13 @@ class TcpTransport:
         self._addresses = list(addresses)
         self._key = key
         self._hello = lambda target, channel: Hello(job, generation, channel, rank, target)
-        self._acceptance = Acceptance(
-            self._listener, self._sockets, key, self._refusal, self._admitted, self.bell(), self._credentials
-        )
+        self._acceptance = self._admissions(key)
         self._acceptance.start()
+
+    def _admissions(self, key: bytes) -> Acceptance:
+        """Return the side that admits the connections of peers."""
+        incoming = Listener(self._listener, self._sockets)
+        return Acceptance(incoming, key, self._refusal, self._admitted, self.bell(), self._credentials)
 
     @staticmethod
     def _check_own(credentials: Credentials, member: str) -> None:
@@ -161,14 +165,14 @@ class TcpTransport:
         with contextlib.suppress(Closed):  # this rank is closing; the peer's new link ends
             self.arrivals.add(self._register(self._link(stream, hello.source, hello.channel, acceptor)))
 
-    def _link(self, stream: Stream, peer: int, channel: int, admission: Dialer | Acceptor) -> TcpLink:
+    def _link(self, stream: Stream, peer: int, channel: int, admission: Dialer | Acceptor) -> SocketLink:
         if not isinstance(stream, TlsStream):
             return TcpLink(stream, peer, channel, self._forget)
         if channel == LIFELINE_CHANNEL:
             return HeartbeatLink(stream, peer, channel, self._forget, admission.session_key("beats"))
         return TlsLink(stream, peer, channel, self._forget)
 
-    def _register(self, link: TcpLink) -> TcpLink:
+    def _register(self, link: SocketLink) -> SocketLink:
         """Add a link to those that `close` closes; raise `Closed` if the transport is closed."""
         with self._lock:
             if not self._closed:
@@ -203,7 +207,8 @@ class TcpTransport:
     def _call(self, peer: int, channel: int) -> Call:
         assert self._hello is not None
         hello = self._hello(peer, channel)
-        return Call(self._sockets, self._addresses[peer], self._key, hello, self._credentials, self._check_certificate)
+        address = self._addresses[peer]
+        return TcpCall(self._sockets, address, self._key, hello, self._credentials, self._check_certificate)
 
     def accept(self, peer: int, channel: int, deadline: float, check: Check = no_check) -> Link:
         return self.arrivals.take(peer, channel, deadline, check)
@@ -265,12 +270,16 @@ class TcpTransport:
             return
         if self._acceptance is not None:
             self._acceptance.stop()
-        self._listener.close()
         self.arrivals.close()
         for link in list(self._links):
             link.close()
+        self._links_closed()
+        self._listener.close()
         for bell in self._bells:
             bell.close()
+
+    def _links_closed(self) -> None:
+        """Finish what this transport does for its links, when all of them are closed."""
 
     def abandon(self) -> None:
         # Acquires no lock: the thread that holds it may not exist in the child.
