@@ -25,14 +25,14 @@ class Rendezvous:
 
     coordinator: Coordinating
     job: str
-    token: str
+    token: str | None  # None: the workers read the secret from this user's file
 
 
-def on_this_machine(size: int) -> Rendezvous:
+def on_this_machine(size: int, job: str | None = None) -> Rendezvous:
     """Return a rendezvous whose coordinator will listen on a free loopback port; the coordinator is not started yet."""
     from gradwire.membership.coordinator.service import Coordinator  # loads grpc
     from gradwire.security.secret import TOKEN, job_secret, new_token
 
-    job, token = uuid.uuid4().hex, new_token()
+    job, token = job or uuid.uuid4().hex, new_token()
     secret = job_secret({TOKEN: token}, loopback=True)
     return Rendezvous(Coordinator("127.0.0.1", 0, size=size, secret=secret, job=job), job, token)

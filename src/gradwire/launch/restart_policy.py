@@ -77,6 +77,7 @@ class Restarts:
         self.restarts = restarts
         self.used = 0
         self.remote = 0  # members of the job that other launchers supervise
+        self.repeats_failure = False  # workers fail in the same way before the first generation: restarts do not help
         self.recoverable = True  # False: the job can neither continue without a lost member nor replace it
         self.done = False  # the work of the job: no worker is needed any more, and none would be admitted
         self.stopping = False  # the job is being stopped: no worker is replaced
@@ -130,11 +131,13 @@ class Restarts:
     def without_it(self) -> Verdict:
         """Decide whether the job continues after a loss that is not replaced. Finished workers count as present."""
         enough = self._others > 0 and (self.done or self._others + self.finished >= self.minimum)
-        return Verdict.CONTINUE if enough and self.recoverable and not self.fixed else Verdict.GIVE_UP
+        possible = self.recoverable and not self.fixed and not self.repeats_failure
+        return Verdict.CONTINUE if enough and possible else Verdict.GIVE_UP
 
     @property
     def _may_replace(self) -> bool:
-        return self.recoverable and not self.stopping and not self.done and self.used < self.restarts
+        possible = self.recoverable and not self.repeats_failure and not self.stopping and not self.done
+        return possible and self.used < self.restarts
 
     @property
     def _others(self) -> int:
