@@ -39,6 +39,7 @@ class Nodes:
     workers: int  # on this host
     rank: int | None
     address: Address | None
+    ranged: bool = False  # the number of hosts was given as A:B
 
     @property
     def several(self) -> bool:
@@ -136,9 +137,7 @@ class NodeOptions:
         address = self._address()
         if most > 1 and address is None:
             raise click.UsageError("--nnodes needs --address HOST:PORT, an address of host 0 that all hosts can reach")
-        if most > 1 and rank is None and fewest == most:
-            raise click.UsageError(f"--nnodes {most} needs --node-rank: the number of this host, from 0 to {most - 1}")
-        return Nodes(fewest, most, workers, rank, address)
+        return Nodes(fewest, most, workers, rank, address, most > 1 and ":" in (self.nnodes or ""))
 
     def _address(self) -> Address | None:
         try:

@@ -98,7 +98,11 @@ def run(
     options = given.with_variables(os.environ, size=size)
     restarts = options.restarts if restarts is None else restarts
     nodes = options.nodes(size or (minimum if options.nproc is None else None))
-    elastic = nodes.fewest < nodes.most or not (minimum is None and maximum is None and restarts is None)
+    elastic = nodes.ranged or not (minimum is None and maximum is None and restarts is None)
+    if nodes.several and nodes.rank is None and not elastic:
+        raise click.UsageError(
+            f"--nnodes {nodes.most} needs --node-rank: the number of this host, 0 to {nodes.most - 1}"
+        )
     if listen is not None and (not elastic or nodes.several):
         raise click.UsageError("--listen is for elastic jobs: add --min and --max, or give --address with --nnodes")
     if size is None and minimum is None and options.nnodes is None and options.nproc is None:
@@ -152,11 +156,9 @@ def _bounds(nodes: Nodes, minimum: int | None, maximum: int | None) -> tuple[int
 
 def _here(size: int, name: str | None, environ: Mapping[str, str]) -> WorkerSetup:
     """Return the setup of a job of fixed size on this host."""
-    from gradwire.job.config import JobConfig
     from gradwire.launch import rendezvous
     from gradwire.launch.worker_setup import StaticSetup
 
-    JobConfig(job=name)  # raises for an invalid name
     return StaticSetup(size, rendezvous.on_this_machine(size, name), environ)
 
 
@@ -165,12 +167,15 @@ def _on_nodes(
 ) -> WorkerSetup:
     """Connect to the launchers of the other hosts, and return the setup of this host's workers."""
     from gradwire.launch.node_setup import node_setup
-    from gradwire.launch.nodes import NodePlace, join_nodes, node_config
+    from gradwire.launch.nodes import join_nodes, node_config
+    from gradwire.launch.rendezvous import job_name
+    from gradwire.security.credentials import Credentials
 
     assert nodes.rank is not None
     assert nodes.address is not None
-    place = NodePlace(nodes.rank, nodes.most, nodes.workers)
-    settings = node_config(place, nodes.address, environ, insecure=insecure, job=name)
+    if nodes.rank == 0:
+        name = job_name(name, Credentials.from_environ(environ))
+    settings = node_config(nodes.rank, nodes.most, nodes.address, environ, insecure=insecure, job=name)
     joined = join_nodes(settings, nodes.workers, environ, report)
     return node_setup(joined, settings, environ, stop_seconds=stop_seconds)
 

@@ -19,6 +19,7 @@ from gradwire.launch import worker_setup
 from gradwire.launch.coordinator_process import CoordinatorProcess
 from gradwire.launch.coordinator_wait import JOIN_SECONDS, await_coordinator
 from gradwire.launch.elastic_setup import ElasticRendezvous, ElasticSetup, Heartbeats, WorkerNumbers
+from gradwire.launch.rendezvous import job_name
 from gradwire.launch.worker_process import Task
 from gradwire.membership.types import News
 from gradwire.security import tokens
@@ -73,12 +74,12 @@ def elsewhere(
     environ: Mapping[str, str],
     report: Callable[[str], None],
     *,
-    seconds: float = JOIN_SECONDS,
+    seconds: float | None = None,
     first: tuple[int, WorkerNumbers] | None = None,
 ) -> ElasticSetup:
     """Return the setup of workers for a job whose coordinator runs elsewhere, when that coordinator answers.
 
-    `report` gets lines that say how long this will still wait, `seconds` at most. `first`: the workers may be in the
+    `report` gets lines that say how long this will still wait: at most `seconds`, or `JOIN_SECONDS`. `first`: the workers may be in the
     first generation, which has so many members, and are numbered like this.
     """
     place = Address.parse(address)
@@ -86,7 +87,8 @@ def elsewhere(
     check_encrypted(place, insecure=settings(environ).insecure, credentials=credentials)
     given = _with_token(environ, token_file)
     secret = tokens.secret_or_token(given, place.is_loopback())
-    await_coordinator(str(place), secret, credentials, seconds, report)
+    limit = min(JOIN_SECONDS, settings(environ).timeout) if seconds is None else seconds
+    await_coordinator(str(place), secret, credentials, limit, report)
     size, numbers = first or (None, WorkerNumbers(workers=count))
     rendezvous = _rendezvous(place, secret, given.get(TOKEN), environ.get(config.JOB), credentials, size, numbers)
     return ElasticSetup(count, rendezvous, environ=environ)
@@ -96,15 +98,6 @@ def settings(environ: Mapping[str, str]) -> JobConfig:
     """Return the settings in variables that a launcher shares with its workers: the timeout, and plaintext links."""
     names = (config.INSECURE, config.TIMEOUT)
     return config.resolve(environ={name: environ[name] for name in names if name in environ})
-
-
-def job_name(name: str | None, credentials: Credentials | None) -> str:
-    """Return the name of a new job; raise `ConfigError` if it is no valid name or not the certificate's."""
-    if credentials is not None and name not in (None, credentials.job):
-        raise ConfigError(f"the certificate is for job {credentials.job}, and this is job {name}")
-    name = name or (credentials.job if credentials is not None else secrets.token_hex(8))
-    JobConfig(job=name)  # raises for an invalid name
-    return name
 
 
 def is_free_here(address: Address) -> bool:

@@ -36,19 +36,11 @@ from gradwire.wire import parse_json
 # launcher that ended by its closed links.
 LEAST_PEER_SECONDS = 30.0
 _SEND_SECONDS = 5.0
+_QUIET_SECONDS = 2.0  # of each wait for a message: the group logs longer waits, and here they are normal
 _CHUNK = 1 << 15  # bytes that are sent without waiting for the receiver
 _LONGEST_MESSAGE = 1 << 26
 _LENGTH, _BODY = 0, 1  # tags
 _SETTINGS = (config.TIMEOUT, config.PEER_TIMEOUT, config.INSECURE, config.JOB)
-
-
-@dataclass(frozen=True)
-class NodePlace:
-    """The place of this host in a job: its node rank, the number of nodes, and its number of workers."""
-
-    rank: int
-    nodes: int
-    workers: int
 
 
 @dataclass(frozen=True)
@@ -74,11 +66,11 @@ class RankLayout:
 
 
 def node_config(
-    place: NodePlace, address: Address, environ: Mapping[str, str], *, insecure: bool, job: str | None
+    node: int, nodes: int, address: Address, environ: Mapping[str, str], *, insecure: bool, job: str | None
 ) -> JobConfig:
     """Return the configuration of the launchers' group. Raise `ConfigError` if this host may not use the address."""
     settings = {name: environ[name] for name in _SETTINGS if name in environ} | ({config.JOB: job} if job else {})
-    found = config.resolve(place.rank, place.nodes, address, transport="tcp", insecure=insecure, environ={**settings})
+    found = config.resolve(node, nodes, address, transport="tcp", insecure=insecure, environ={**settings})
     check_encrypted(address, insecure=found.insecure, credentials=Credentials.from_environ(environ))
     return replace(found, peer_timeout=max(found.peer_timeout, LEAST_PEER_SECONDS))
 
@@ -148,7 +140,7 @@ class NodeGroup:
         node = None
         while node is None:
             with contextlib.suppress(Timeout):  # without news for a long time: nothing has failed
-                node = self._group.recv(length, None, _LENGTH)
+                node = self._group.recv(length, None, _LENGTH, _QUIET_SECONDS)
         count = int(length[0])
         if not 0 < count <= _LONGEST_MESSAGE:
             raise TransportError(f"node {node} announced a message of {count} bytes")

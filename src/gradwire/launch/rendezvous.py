@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from dataclasses import dataclass
 from typing import Protocol
+
+from gradwire.errors import ConfigError
+from gradwire.job.config import JobConfig
+from gradwire.security.credentials import Credentials
 
 
 class Coordinating(Protocol):
@@ -28,11 +32,20 @@ class Rendezvous:
     token: str | None  # None: the workers read the secret from this user's file
 
 
+def job_name(name: str | None, credentials: Credentials | None) -> str:
+    """Return the name of a new job; raise `ConfigError` if it is no valid name or not the certificate's."""
+    if credentials is not None and name not in (None, credentials.job):
+        raise ConfigError(f"the certificate is for job {credentials.job}, and this is job {name}")
+    name = name or (credentials.job if credentials is not None else secrets.token_hex(8))
+    JobConfig(job=name)  # raises for an invalid name
+    return name
+
+
 def on_this_machine(size: int, job: str | None = None) -> Rendezvous:
     """Return a rendezvous whose coordinator will listen on a free loopback port; the coordinator is not started yet."""
     from gradwire.membership.coordinator.service import Coordinator  # loads grpc
     from gradwire.security.secret import TOKEN, job_secret, new_token
 
-    job, token = job or uuid.uuid4().hex, new_token()
+    job, token = job_name(job, None), new_token()
     secret = job_secret({TOKEN: token}, loopback=True)
     return Rendezvous(Coordinator("127.0.0.1", 0, size=size, secret=secret, job=job), job, token)
