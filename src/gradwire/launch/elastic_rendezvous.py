@@ -79,8 +79,8 @@ def elsewhere(
 ) -> ElasticSetup:
     """Return the setup of workers for a job whose coordinator runs elsewhere, when that coordinator answers.
 
-    `report` gets lines that say how long this will still wait: at most `seconds`, or `JOIN_SECONDS`. `first`: the workers may be in the
-    first generation, which has so many members, and are numbered like this.
+    `report` gets lines that say how long this still waits: `seconds` at most, by default `JOIN_SECONDS`. With `first`
+    the workers may be in the first generation: it has this number of members, and the workers are numbered like this.
     """
     place = Address.parse(address)
     credentials = Credentials.from_environ(environ)
