@@ -17,11 +17,10 @@ from gradwire.errors import ConfigError
 from gradwire.job.address import Address
 
 _ENDPOINT_PORT, _MASTER_PORT = 29400, 29500  # torchrun's defaults
-NODE_RANK, NPROC = "PET_NODE_RANK", "PET_NPROC_PER_NODE"
 VARIABLES = {
     "nnodes": "PET_NNODES",
-    "nproc": NPROC,
-    "node_rank": NODE_RANK,
+    "nproc": "PET_NPROC_PER_NODE",
+    "node_rank": "PET_NODE_RANK",
     "rdzv_endpoint": "PET_RDZV_ENDPOINT",
     "master_addr": "PET_MASTER_ADDR",
     "master_port": "PET_MASTER_PORT",
@@ -53,12 +52,9 @@ _OPTIONS: tuple[_Decorator, ...] = (
         metavar="N|A:B",
         help="Run on N hosts, with this command once on each of them. A:B makes the job elastic.  [default: 1]",
     ),
-    click.option(
-        "--node-rank", "--node_rank", "node_rank", metavar="K", help="The number of this host, from 0; 0 coordinates."
-    ),
+    click.option("--node-rank", "node_rank", metavar="K", help="The number of this host, from 0; 0 coordinates."),
     click.option(
         "--nproc-per-node",
-        "--nproc_per_node",
         "nproc",
         metavar="N",
         help="Number of processes on this host, as -n.  [default: 1]",
@@ -66,16 +62,25 @@ _OPTIONS: tuple[_Decorator, ...] = (
     click.option("--address", metavar="HOST:PORT", help="Address of host 0, where the hosts meet."),
     click.option("--insecure", is_flag=True, help="Let the hosts connect without TLS.  [GRADWIRE_INSECURE]"),
     # Other spellings of torchrun, for scripts that were written for it.
-    click.option("--rdzv-endpoint", "--rdzv_endpoint", "rdzv_endpoint", hidden=True),
-    click.option("--rdzv-id", "--rdzv_id", "rdzv_id", hidden=True),
+    click.option("--rdzv-endpoint", "rdzv_endpoint", hidden=True, help="The same as --address."),
+    click.option("--rdzv-id", "rdzv_id", hidden=True, help="The same as --job."),
     click.option(
-        "--rdzv-backend", "--rdzv_backend", "rdzv_backend", type=click.Choice(["c10d", "static"]), hidden=True
+        "--rdzv-backend",
+        "rdzv_backend",
+        type=click.Choice(["c10d", "static"]),
+        hidden=True,
+        help="Has no effect.",
     ),
-    click.option("--master-addr", "--master_addr", "master_addr", hidden=True),
-    click.option("--master-port", "--master_port", "master_port", hidden=True),
-    click.option("--max-restarts", "--max_restarts", "max_restarts", hidden=True),
-    click.option("--standalone", is_flag=True, hidden=True),
+    click.option("--master-addr", "master_addr", hidden=True, help="The host of --address."),
+    click.option("--master-port", "master_port", hidden=True, help="The port of --address."),
+    click.option("--max-restarts", "max_restarts", hidden=True, help="The same as --restarts."),
+    click.option("--standalone", is_flag=True, hidden=True, help="Run on this host only."),
 )
+
+
+def with_hyphens(name: str) -> str:
+    """Return the name of an option as it is declared: torchrun also accepts underscores."""
+    return name.replace("_", "-")
 
 
 def node_options(command: Callable[..., Any]) -> Callable[..., Any]:

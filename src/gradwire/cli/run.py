@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gradwire.cli.launching import CONTEXT, chaos_of, report, run_to_end, shared_options, standard_input, task_of
-from gradwire.cli.node_options import NodeOptions, Nodes, node_options
+from gradwire.cli.node_options import NodeOptions, Nodes, node_options, with_hyphens
 from gradwire.job import config
 from gradwire.launch.stop_escalation import GRACE
 
@@ -54,7 +54,7 @@ hosts the job needs GRADWIRE_TOKEN, and certificates or --insecure. torchrun's s
     help=_HELP,
     short_help="Run a script in N processes that train together.",
     no_args_is_help=True,
-    context_settings=CONTEXT,
+    context_settings={**CONTEXT, "token_normalize_func": with_hyphens},
 )
 @click.option("-n", "size", metavar="N", type=click.IntRange(min=1), help="Number of processes.  [default: --min]")
 @click.option(
