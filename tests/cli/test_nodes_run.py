@@ -126,6 +126,10 @@ def test_nodes_run_stopped_on_one_host_stops_on_all(node: StartNode, tmp_path: P
         file.write("signal.pause()\n")
     first, second = node(0, "-n", "1", "train.py"), node(1, "-n", "1", "train.py")
     workers = ready(first, 1) + ready(second, 1)
+    first.send_signal(signal.SIGTSTP)
+    assert first.stderr is not None
+    while "Ctrl-Z does not suspend this command" not in (line := first.stderr.readline()):
+        assert line
     second.send_signal(signal.SIGINT)
     codes_and_errors = [finish(launcher) for launcher in (first, second)]
     assert [code for code, _, _ in codes_and_errors] == [128 + signal.SIGINT] * 2
@@ -147,6 +151,7 @@ def test_nodes_run_lost_launcher_ends_the_others(killed: int, node: StartNode, t
     assert all(worker.ends() for worker in workers)
 
 
+@pytest.mark.slow
 def test_nodes_run_names_the_missing_node_until_it_comes(node: StartNode, tmp_path: Path) -> None:
     written(tmp_path, SUM, "train.py")
     second = node(1, "-n", "1", "train.py")
@@ -203,6 +208,7 @@ def test_nodes_run_other_secret_is_refused(node: StartNode, tmp_path: Path) -> N
     finish(first)
 
 
+@pytest.mark.slow
 def test_nodes_run_with_a_range_is_elastic_and_numbers_workers_uniquely(node: StartNode, tmp_path: Path) -> None:
     script = """
         import gradwire as gw

@@ -119,6 +119,16 @@ def standard_input() -> int | None:
     return None if in_background else fd
 
 
+def refuse_to_suspend() -> None:
+    """Let Ctrl-Z print a line instead of suspending this launcher: launchers on other hosts would take it for lost."""
+
+    def refuse(number: int, frame: FrameType | None) -> None:
+        report("Ctrl-Z does not suspend this command: the other hosts would take it for lost. Ctrl-C stops the job")
+
+    if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+        signal.signal(signal.SIGTSTP, refuse)
+
+
 def run_to_end(make: Callable[[Output], Supervisor], log_dir: Path | None) -> NoReturn:
     """Run the job that `make` prepares until it ends, report how it ended, and exit with its exit code."""
     from gradwire.launch.log_folder import log_folder, new_temporary_folder

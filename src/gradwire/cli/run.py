@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradwire.cli.launching import CONTEXT, chaos_of, report, run_to_end, shared_options, standard_input, task_of
+from gradwire.cli.launching import (
+    CONTEXT,
+    chaos_of,
+    refuse_to_suspend,
+    report,
+    run_to_end,
+    shared_options,
+    standard_input,
+    task_of,
+)
 from gradwire.cli.node_options import NodeOptions, Nodes, node_options, with_hyphens
 from gradwire.job import config
 from gradwire.launch.stop_escalation import GRACE
@@ -176,6 +185,7 @@ def _on_nodes(
     if nodes.rank == 0:
         name = job_name(name, Credentials.from_environ(environ))
     settings = node_config(nodes.rank, nodes.most, nodes.address, environ, insecure=insecure, job=name)
+    refuse_to_suspend()
     joined = join_nodes(settings, nodes.workers, environ, report)
     return node_setup(joined, settings, environ, stop_seconds=stop_seconds)
 

@@ -32,8 +32,8 @@ from gradwire.security import tokens
 from gradwire.security.credentials import Credentials
 from gradwire.wire import parse_json
 
-# A launcher that a user stops for a moment (Ctrl-Z) does not end the job. A lost host is noticed by the workers, and a
-# launcher that ended by its closed links.
+# A network that fails for a moment between two launchers does not end the job: the workers decide what is too long. A
+# launcher that has ended is noticed at once by its closed links, and one that is stopped after 5 s.
 LEAST_PEER_SECONDS = 30.0
 _SEND_SECONDS = 5.0
 _QUIET_SECONDS = 2.0  # of each wait for a message: the group logs longer waits, and here they are normal
@@ -132,7 +132,7 @@ class NodeGroup:
         except GradwireError as error:
             node = getattr(error, "culprit", None)
             name = f"node {node} (host {self.layout.hosts[node]})" if isinstance(node, int) else "another node"
-            self.problem = TransportError(f"the launcher of {name} has ended or cannot be reached")
+            self.problem = TransportError(f"the launcher of {name} has ended, was suspended or cannot be reached")
             self._receive(-1, None)
 
     def _next(self) -> tuple[int, Any]:
