@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from gradwire.cli import main
 from gradwire.launch.worker_setup import free_port
 from gradwire.membership.coordinator.service import Coordinator
 from gradwire.security.secret import job_secret
-from support.launch_jobs import LONG, Watched, written
+from support.launch_jobs import LONG, Watched, start_command, written
 from support.leftovers import children_of
 from support.ranks import eventually
 
@@ -40,17 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
         def start(*arguments: str) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "gradwire", *arguments],
-                cwd=tmp_path,
-                env=os.environ | {"TMPDIR": str(tmp_path / "tmp"), "XDG_RUNTIME_DIR": str(tmp_path)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            return process
+            return start_command(stack, tmp_path, os.environ, *arguments)
 
         (tmp_path / "tmp").mkdir()
         yield start

@@ -14,7 +14,7 @@ import pytest
 from gradwire.launch.worker_setup import free_port
 from gradwire.security import certificates
 from support.documents import ROOT, clean_environ
-from support.launch_jobs import LONG, Ready, Watched, written
+from support.launch_jobs import LONG, Ready, Watched, start_command, written
 from support.namespaces import Hosts
 from support.namespaces import hosts_fixture as hosts_fixture
 
@@ -44,19 +44,9 @@ def node(tmp_path: Path) -> Iterator[StartNode]:
 
         def start(rank: int, *arguments: str, nodes: str = "2", environ: Mapping[str, str] | None = None) -> Launcher:
             options = ("--nnodes", nodes, "--node-rank", str(rank), "--address", address, "--grace", "0")
-            process = subprocess.Popen(
-                [sys.executable, "-m", "gradwire", "run", *options, *arguments],
-                cwd=tmp_path,
-                env=clean_environ(tmp_path)
-                | {"TMPDIR": str(tmp_path / "tmp"), "XDG_RUNTIME_DIR": str(tmp_path), **(environ or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+            return start_command(
+                stack, tmp_path, {**clean_environ(tmp_path), **(environ or {})}, "run", *options, *arguments
             )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            return process
 
         yield start
 

@@ -8,8 +8,9 @@ when it has the last kind from all others, so that every launcher reports the sa
 from __future__ import annotations
 
 import collections
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import GradwireError, TransportError
@@ -28,6 +29,7 @@ from gradwire.topology import rank_ranges
 if TYPE_CHECKING:
     from gradwire.membership.coordinator.service import Coordinator
 
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 LAST_REPORT_SECONDS = 10.0  # for the last report of another launcher, after its workers must have ended
 
 
@@ -117,11 +119,11 @@ class NodeSetup(StaticSetup):
             self._told_stop = True
             self._nodes.send({"stopped": int(number)})
 
-    def workers_gone(self, endings: Sequence[Ending], last_lines: Sequence[str]) -> None:
+    def workers_gone(self, endings: Sequence[Ending], last_lines: Callable[[Ending | None], Sequence[str]]) -> None:
         self._gone = True
+        lines = list(last_lines(root_cause.find(endings)))
         now = time.monotonic()
-        messages = [root_cause.to_message(ending, now) for ending in endings]
-        self._nodes.send({"ended": messages, "last_lines": list(last_lines)})
+        self._nodes.send({"ended": [root_cause.to_message(ending, now) for ending in endings], "last_lines": lines})
 
     @property
     def concluded(self) -> bool:
@@ -163,7 +165,7 @@ class NodeSetup(StaticSetup):
                 self._told_failure = True
                 self._limit_waiting()
                 self._supervisor.end_after_failure()
-            case {"stopped": int(number)}:
+            case {"stopped": int(number)} if number in _STOP_SIGNALS:
                 self._told_stop = True
                 self._supervisor.print_line(f"gradwire: the launcher of {self._name(node)} was stopped")
                 self._supervisor.stop(number)

@@ -89,6 +89,7 @@ class Restarts:
         self.finished = 0  # workers that ended well in this generation
         self.errors: list[int] = []  # workers whose failures the others have not recovered from
         self._regrouped = float("-inf")
+        self._early_tracebacks: set[str] = set()
 
     def started(self, number: int) -> None:
         self.living.add(number)
@@ -98,6 +99,18 @@ class Restarts:
         self._regrouped = now
         self.finished = 0
         self.errors = []
+
+    def failed_early(self, traceback: str) -> None:
+        """Note that a worker failed before the first generation. If two failed in the same way, restarts do not help.
+
+        >>> job = Restarts(minimum=1, restarts=9)
+        >>> job.started(0); job.failed_early("No module named 'x'"); job.ended(0, EndKind.ERROR)
+        <Verdict.REPLACE: 'replace'>
+        >>> job.started(1); job.failed_early("No module named 'x'"); job.ended(1, EndKind.ERROR)
+        <Verdict.GIVE_UP: 'give up'>
+        """
+        self.repeats_failure |= traceback in self._early_tracebacks
+        self._early_tracebacks.add(traceback)
 
     def ended(self, number: int, end: EndKind, failed: float = 0.0) -> Verdict:
         """Decide what to do after a worker has ended.

@@ -97,7 +97,6 @@ class Supervisor:
         self._injector: FaultInjector | None = None
         self._output = output or Output()
         self._stdin = stdin
-        self._early_tracebacks: set[str] = set()  # of workers that failed before the first generation
         self._escalation = StopEscalation(grace, kill_after)
         self._local_ranks: dict[int, int] = {}
         self._auxiliary: list[Worker] = []  # processes that are not workers
@@ -266,7 +265,7 @@ class Supervisor:
         while self._successions or not all(worker.gone for worker in self.workers):
             self._watch(self._pause())
             self._act(time.monotonic())
-        self._setup.workers_gone(self._endings(), self._last_lines(root_cause.find(self._endings())))
+        self._setup.workers_gone(self._endings(), self._last_lines)
         while not self._setup.concluded and signal.SIGKILL not in self._asked:
             self._watch(self._pause())
             self._act(time.monotonic())
@@ -332,7 +331,8 @@ class Supervisor:
             self.restarts.living.discard(worker.number)
             return
         end = worker.end_kind
-        self.restarts.repeats_failure |= self._fails_always(worker)
+        if worker.report is not None and worker.report.explains_itself and not self._setup.formed:
+            self.restarts.failed_early(worker.report.traceback)
         verdict = self.restarts.ended(worker.number, end, worker.failure_time(now))
         if end is EndKind.WELL:
             return
@@ -345,15 +345,6 @@ class Supervisor:
             self._give_up(now)
         elif worker.ending is None:  # an exception ended the script, but a thread keeps the process alive
             worker.signal(signal.SIGKILL, now)
-
-    def _fails_always(self, worker: Worker) -> bool:
-        """Whether a worker failed like another one before the first generation: so would its replacement."""
-        report = worker.report
-        if report is None or not report.explains_itself or self._setup.formed:
-            return False
-        known = report.traceback in self._early_tracebacks
-        self._early_tracebacks.add(report.traceback)
-        return known
 
     def _replaced(self, worker: Worker, now: float) -> Verdict:
         """Replace a worker at once, or later after several early failures in its place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -207,8 +207,8 @@ class WorkerSetup(Protocol):
     def stopping(self, number: int) -> None:
         """Note that the job was asked to stop with this signal."""
 
-    def workers_gone(self, endings: Sequence[Ending], last_lines: Sequence[str]) -> None:
-        """Note that all workers here are gone; `last_lines` were printed by the one that explains the others."""
+    def workers_gone(self, endings: Sequence[Ending], last_lines: Callable[[Ending | None], Sequence[str]]) -> None:
+        """Note that all workers here are gone; `last_lines` returns the last lines that one of them printed."""
 
     @property
     def concluded(self) -> bool:
@@ -254,7 +254,7 @@ class OneLauncher:
     def stopping(self, number: int) -> None:
         pass
 
-    def workers_gone(self, endings: Sequence[Ending], last_lines: Sequence[str]) -> None:
+    def workers_gone(self, endings: Sequence[Ending], last_lines: Callable[[Ending | None], Sequence[str]]) -> None:
         pass
 
 
