@@ -277,6 +277,16 @@ def test_joins_are_printed_in_one_line_each(tmp_path: Path, ready: Ready) -> Non
     ]
 
 
+def test_join_before_the_first_news_of_a_generation_is_printed(tmp_path: Path, ready: Ready) -> None:
+    job = Elastic(written(tmp_path, f"{ready.code}say(b'up\\n')\nready.recv(1)\n"), 1)
+    with job.supervisor:
+        with ready.told(1):
+            for generation, size in ((0, 0), (2, 3)):
+                job.heartbeats.send(News(generation, 0, (), None, size=size))
+            assert eventually(lambda: "2 workers have joined; generation 2 has 3 workers" in job.err.getvalue())
+        job.ended()
+
+
 def test_worker_with_a_delayed_replacement_is_not_replaced_when_the_job_stops(
     tmp_path: Path,
 ) -> None:

@@ -210,7 +210,7 @@ class ElasticSetup(OneLauncher):
                 self._coordinator.answered = True
             if before is not None and before.generation < news.generation:
                 self._supervisor_access.restarts.regrouped(time.monotonic())
-                self._report_joins(before, news)
+            self._report_joins(before, news)
             self._news = news
             # The launcher's own coordinator starts with the run: if it reports finished work, this run did not do it.
             self._formed |= news.generation > 0 and not (news.finished and self._coordinator is not None)
@@ -219,10 +219,14 @@ class ElasticSetup(OneLauncher):
             for pipe in self._pipes.values():
                 pipe.send(news)
 
-    def _report_joins(self, before: News, news: News) -> None:
+    def _report_joins(self, before: News | None, news: News) -> None:
         """Print one line if members have joined after the first generation, here or elsewhere."""
-        joined = news.size - before.size
-        if before.generation and joined > 0:
+        if before is None or not before.generation:  # the first generation has come and gone between two heartbeats
+            known = self._rendezvous.size if news.generation > 1 else None
+        else:
+            known = before.size if before.generation < news.generation else None
+        joined = news.size - known if known is not None else 0
+        if joined > 0:
             count = "1 worker has" if joined == 1 else f"{joined} workers have"
             line = f"gradwire: {count} joined; generation {news.generation} has {news.size} workers"
             self._supervisor_access.print_line(line)
