@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,9 @@ from click.testing import CliRunner
 
 from gradwire.cli import main
 from gradwire.launch.worker_setup import free_port
-from support.launch_jobs import LONG, Watched, written
+from gradwire.membership.coordinator.service import Coordinator
+from gradwire.security.secret import job_secret
+from support.launch_jobs import LONG, Watched, start_command, written
 from support.leftovers import children_of
 from support.ranks import eventually
 
@@ -38,17 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
         def start(*arguments: str) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "gradwire", *arguments],
-                cwd=tmp_path,
-                env=os.environ | {"TMPDIR": str(tmp_path / "tmp"), "XDG_RUNTIME_DIR": str(tmp_path)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            return process
+            return start_command(stack, tmp_path, os.environ, *arguments)
 
         (tmp_path / "tmp").mkdir()
         yield start
@@ -253,8 +244,9 @@ def test_join_with_a_token_keeps_the_leases_of_the_workers(
 )
 def test_join_accepts_options_before_and_after_the_address(arguments: list[str], start: Start, tmp_path: Path) -> None:
     written(tmp_path, "import sys\nprint(sys.argv[1:])\n", "script.py")
-    address = f"127.0.0.1:{free_port()}"  # the script does not call gw.init()
-    code, out, err = finish(start("join", *(address if one == "ADDRESS" else one for one in arguments)))
+    secret = job_secret({"XDG_RUNTIME_DIR": str(tmp_path)}, loopback=True)
+    with Coordinator("127.0.0.1", 0, size=2, secret=secret) as coordinator:  # the script does not call gw.init()
+        code, out, err = finish(start("join", *(coordinator.address if one == "ADDRESS" else one for one in arguments)))
     assert (code, sorted(out.splitlines())) == (0, [f"[{n}] ['-n', '7', '--help']" for n in range(2)]), err
 
 
@@ -344,7 +336,8 @@ def test_elastic_run_and_join_invalid_arguments_exit_with_2_and_a_reason(
     [
         (["join", "nowhere", "here.py"], "the port is missing"),
         (["run", "--min", "1", "--listen", "0.0.0.0", "here.py"], "name an address of this machine"),
-        (["run", "--min", "1", "--listen", "10.0.0.1", "here.py"], "set GRADWIRE_TOKEN"),
+        (["run", "--min", "1", "--listen", "10.0.0.1", "here.py"], "links are not encrypted"),
+        (["join", "10.0.0.1:29500", "here.py"], "links are not encrypted"),
     ],
 )
 def test_elastic_run_and_join_invalid_addresses_exit_with_1_and_a_reason(
@@ -355,6 +348,27 @@ def test_elastic_run_and_join_invalid_addresses_exit_with_1_and_a_reason(
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 1
     assert said in result.output
+
+
+def test_join_without_a_coordinator_gives_up_before_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRADWIRE_TIMEOUT", "1.2")
+    written(tmp_path, "open('started', 'w')", "here.py")
+    address = f"127.0.0.1:{free_port()}"
+    result = CliRunner().invoke(main, ["join", address, "here.py"])
+    assert result.exit_code == 1
+    assert f"gradwire: no coordinator answers at {address}; trying for 0 s more" in result.output
+    assert f"no coordinator answered at {address} within 1.2 s" in result.output
+    assert not (tmp_path / "started").exists()
+
+
+def test_elastic_run_job_has_the_given_name(start: Start, tmp_path: Path) -> None:
+    written(tmp_path, "import os\nprint(os.environ['GRADWIRE_JOB'])\n", "train.py")
+    code, out, err = finish(start("run", "--min", "1", "--job", "digits", "train.py"))
+    assert (code, out) == (0, "[0] digits\n")
+    assert err.splitlines()[0].endswith("(job digits)")
 
 
 def test_elastic_run_and_join_help_shows_examples() -> None:

@@ -58,9 +58,10 @@ def of_the_benchmarks() -> list[str]:
 EXAMPLES = of_help_texts()
 MEASURING = list(dict.fromkeys([*of_the_benchmarks(), *(one for one in EXAMPLES if re.search(r"gradwire bench", one))]))
 INSTALLING = [one for one in MEASURING if "--install" in one]
-WITH_ADDRESS = [one for one in EXAMPLES if re.search(r"\d:\d", one)]
+ON_TWO_HOSTS = [one for one in EXAMPLES if "--nnodes" in one]
+WITH_ADDRESS = [one for one in EXAMPLES if re.search(r"\d:\d", one) and one not in ON_TWO_HOSTS]
 TUNING = [one for one in EXAMPLES if re.fullmatch(r"gradwire tune(?! --show).*", one)]
-OTHERS = [one for one in EXAMPLES if one not in {*MEASURING, *WITH_ADDRESS, *TUNING}]
+OTHERS = [one for one in EXAMPLES if one not in {*MEASURING, *WITH_ADDRESS, *ON_TWO_HOSTS, *TUNING}]
 
 
 def start(command: str, folder: Path, network: Namespace | None, environ: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -171,6 +172,20 @@ def engines_fixture(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, st
     for example in INSTALLING:
         run(example, cache, environ=environ, timeout=540)
     return environ
+
+
+@pytest.mark.parametrize("example", ON_TWO_HOSTS)
+def test_example_for_two_hosts_runs_as_written(example: str, folder: Path, network: Namespace) -> None:
+    environ = {"GRADWIRE_INSECURE": "1", "GRADWIRE_TOKEN": SECRET}
+    other = example.replace("--node-rank 0", "--node-rank 1")
+    assert other != example
+    with start(other, folder, network, environ) as process:
+        try:
+            run(example, folder, network, environ)
+            output, _ = process.communicate(timeout=LONG)
+            assert process.returncode == 0, output
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

@@ -358,6 +358,107 @@ def test_run_closed_standard_output_does_not_stop_the_job(start: Start, tmp_path
     assert (tmp_path / "logs" / "rank-0.log").read_text().endswith("line 99999\n")
 
 
+READ = "import os, sys\nprint(os.environ['RANK'], repr(sys.stdin.read()), sys.stdin.isatty())\n"
+
+
+def test_run_standard_input_goes_to_rank_0_and_is_empty_for_the_others(start: Start, tmp_path: Path) -> None:
+    written(tmp_path, READ, "train.py")
+    run = start("-n", "2", "train.py", stdin=subprocess.PIPE)
+    out, err = run.communicate("first\nlast\n", timeout=LONG)
+    assert run.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[0] 0 'first\\nlast\\n' False", "[1] 1 '' False"]
+
+
+def test_run_closed_standard_input_is_empty(start: Start, tmp_path: Path) -> None:
+    written(tmp_path, READ, "train.py")
+    code, out, err = finish(start("-n", "1", "train.py", preexec_fn=lambda: os.close(0)))
+    assert code == 0, err
+    assert out == "[0] 0 '' False\n"
+
+
+class Terminal:
+    """A terminal with a command in its foreground or background, as a shell with job control starts it."""
+
+    # The first process leads the session and is the shell; its child is the command, in a process group of its own.
+    SHELL = """
+import os, signal, sys, termios
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+foreground, command = sys.argv[1] == "foreground", sys.argv[2:]
+child = os.fork()
+if child == 0:
+    os.setpgid(0, 0)
+    if foreground:
+        os.tcsetpgrp(0, os.getpgrp())
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    os.execv(command[0], command)
+_, status = os.waitpid(child, os.WUNTRACED)
+os.tcsetpgrp(0, os.getpgrp())
+print("stopped" if os.WIFSTOPPED(status) else f"code {os.waitstatus_to_exitcode(status)}", flush=True)
+if os.WIFSTOPPED(status):
+    os.kill(child, signal.SIGKILL)
+"""
+
+    def __init__(self, where: str, folder: Path, *arguments: str) -> None:
+        command = [sys.executable, "-c", self.SHELL, where, sys.executable, "-m", "gradwire", "run", *arguments]
+        self._pid, self._terminal = pty.fork()
+        if self._pid == 0:
+            os.chdir(folder)
+            os.execv(command[0], command)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def read_until(self, text: str) -> None:
+        while text not in self.shown:
+            self.shown += os.read(self._terminal, 4096).decode()
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self._terminal)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str) -> Terminal:
+            found = Terminal(arguments[0], tmp_path, *arguments[1:])
+            stack.callback(found.close)
+            return found
+
+        yield start
+
+
+def test_run_rank_0_reads_the_terminal_and_ctrl_c_stops_all(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    asks = """
+        import os, signal
+        if os.environ["RANK"] == "0":
+            print("asks", flush=True)
+            print("got", input(), flush=True)
+            input()
+        signal.pause()
+    """
+    written(tmp_path, asks, "train.py")
+    shell = terminal("foreground", "-n", "2", "train.py")
+    shell.read_until("asks")
+    shell.type("an answer\n")
+    shell.read_until("got an answer")
+    shell.type("\x03")
+    shell.read_until("code 130")
+    assert "stopped by SIGINT" in shell.shown
+
+
+def test_run_in_the_background_of_a_terminal_is_not_stopped_and_reads_nothing(
+    terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    written(tmp_path, READ, "train.py")
+    shell = terminal("background", "-n", "1", "train.py")
+    shell.read_until("code 0")
+    assert "0 '' False" in shell.shown
+
+
 def test_run_on_a_terminal_has_colours_and_progress_bars_in_place(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

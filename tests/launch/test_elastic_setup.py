@@ -245,6 +245,48 @@ def test_worker_that_crashes_in_its_set_up_is_replaced_later_each_time(
     assert len(ended.outcome.endings) == 5
 
 
+def test_worker_that_fails_like_another_before_the_first_generation_is_not_replaced(tmp_path: Path) -> None:
+    job = Elastic(written(tmp_path, "import a_module_that_does_not_exist\n"), 1, restarts=9, first_delay=LONG)
+    with job.supervisor:
+        ended = job.ended()
+    assert len(ended.outcome.endings) == 2
+    assert ended.outcome.root is not None
+    assert "No module named 'a_module_that_does_not_exist'" in explain(ended.outcome.root, [])
+    assert "another worker failed in the same way before the first step, so a restart would not help" in ended.err
+
+
+def test_workers_that_fail_differently_before_the_first_generation_are_replaced(tmp_path: Path) -> None:
+    code = f"{NUMBER}if number < 3: raise OSError(f'try {{number}}')\n"
+    job = Elastic(written(tmp_path, code), 1, restarts=3, first_delay=0.01)
+    with job.supervisor:
+        ended = job.ended()
+    assert [one.status for one in ended.outcome.endings] == [1, 1, 1, 0]
+
+
+def test_joins_are_printed_in_one_line_each(tmp_path: Path, ready: Ready) -> None:
+    job = Elastic(written(tmp_path, f"{ready.code}say(b'up\\n')\nready.recv(1)\n"), 1)
+    with job.supervisor:
+        with ready.told(1):
+            for generation, size in ((1, 1), (2, 17), (2, 16), (3, 17), (4, 17)):
+                job.heartbeats.send(News(generation, 0, (), None, size=size))
+            assert eventually(lambda: "generation 3" in job.err.getvalue())
+        ended = job.ended()
+    assert [line for line in ended.err.splitlines() if "joined" in line] == [
+        "gradwire: 16 workers have joined; generation 2 has 17 workers",
+        "gradwire: 1 worker has joined; generation 3 has 17 workers",
+    ]
+
+
+def test_join_before_the_first_news_of_a_generation_is_printed(tmp_path: Path, ready: Ready) -> None:
+    job = Elastic(written(tmp_path, f"{ready.code}say(b'up\\n')\nready.recv(1)\n"), 1)
+    with job.supervisor:
+        with ready.told(1):
+            for generation, size in ((0, 0), (2, 3)):
+                job.heartbeats.send(News(generation, 0, (), None, size=size))
+            assert eventually(lambda: "2 workers have joined; generation 2 has 3 workers" in job.err.getvalue())
+        job.ended()
+
+
 def test_worker_with_a_delayed_replacement_is_not_replaced_when_the_job_stops(
     tmp_path: Path,
 ) -> None:

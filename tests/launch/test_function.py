@@ -215,7 +215,7 @@ def test_launch_within_a_launch_is_a_separate_job() -> None:
     def outer() -> Any:
         from gradwire.launch import launch, rendezvous
 
-        rendezvous.on_this_machine = lambda size: nowhere()
+        rendezvous.on_this_machine = lambda size, job=None, environ=None: nowhere()
         return os.environ["GRADWIRE_SIZE"], launch(inner, 2)
 
     assert launch(outer, 1) == [("1", [("0", "2", "2"), ("1", "2", "2")])]

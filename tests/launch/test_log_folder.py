@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from gradwire.errors import TransportError
-from gradwire.launch.log_folder import JOURNAL, log_folder
+from gradwire.launch.log_folder import JOURNAL, KEPT_FOLDERS, log_folder, new_temporary_folder
 
 
 def fill(folder: Path, text: str, *names: str) -> None:
@@ -65,3 +67,41 @@ def test_log_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
     fill(tmp_path, "", "file")
     with pytest.raises(TransportError, match=r"cannot write logs in .*file"), log_folder(tmp_path / "file" / "logs"):
         pass
+
+
+def old_folder(parent: Path, number: int) -> Path:
+    """A folder that a failed run has left behind."""
+    folder = parent / f"gradwire-20250101-0000{number:02}-abcd_012"
+    folder.mkdir()
+    fill(folder, "log", "rank-0.log")
+    os.utime(folder, (0, 0))
+    return folder
+
+
+def test_new_temporary_folder_removes_the_oldest_ones_of_earlier_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = [old_folder(tmp_path, number) for number in range(KEPT_FOLDERS + 5)]
+    fresh = new_temporary_folder()
+    assert fresh.is_dir()
+    assert [folder.exists() for folder in folders] == [False] * 6 + [True] * (KEPT_FOLDERS - 1)
+
+
+def test_new_temporary_folder_leaves_folders_in_use_and_other_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = [old_folder(tmp_path, number) for number in range(KEPT_FOLDERS + 5)]
+    target = tmp_path / "target"
+    target.mkdir()
+    link, other = tmp_path / "gradwire-20240101-000000-abcd_012", tmp_path / "gradwire-notes"
+    link.symlink_to(target)
+    other.mkdir()
+    just_made = tmp_path / "gradwire-20240101-000001-abcd_012"
+    just_made.mkdir()
+    with log_folder(folders[0]):
+        os.utime(folders[0], (0, 0))
+        new_temporary_folder()
+    assert all(path.exists() for path in (folders[0], link, target, other, just_made))
+    assert not folders[1].exists()

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 
 import pytest
 
 from gradwire.launch.fault_injection import BY_CHAOS
-from gradwire.launch.root_cause import Ending, Report, consequences, describe, explain, find, or_early_exit
+from gradwire.launch.root_cause import (
+    Ending,
+    Report,
+    consequences,
+    describe,
+    explain,
+    find,
+    from_message,
+    or_early_exit,
+    to_message,
+)
 
 
 def report(
@@ -182,3 +193,29 @@ def test_explain_ends_with_the_traceback_or_the_last_lines() -> None:
 def test_report_of_a_member_of_another_run_counts_as_a_loss() -> None:
     assert report(1.0, "gradwire.errors.Refused").refused
     assert not report(1.0, "gradwire.errors.OtherRun").refused, "another worker could join"
+
+
+@pytest.mark.parametrize(
+    "one",
+    [ending(3, -9), ending(3, stop_sent=99.5), ending(3, said=lost(99.0, 2)), ending(3, 0)],
+    ids=["killed", "stopped", "raised", "well"],
+)
+def test_ending_of_another_host_arrives_with_times_of_this_host(one: Ending) -> None:
+    message = json.loads(json.dumps(to_message(one, now=101.0)))
+    received = from_message(message, "host-b", now=5001.0)
+    assert received.failure_time == one.failure_time + 4900
+    assert (received.host, received.stopped) == ("host-b", one.stopped)
+    back = from_message(message, "", now=101.0)
+    assert back == one
+
+
+def test_ending_of_another_host_is_described_with_it() -> None:
+    assert describe(replace(ending(3, 7), host="host-b")) == "rank 3 (host host-b, pid 403) exited with code 7"
+
+
+@pytest.mark.parametrize("field", ["number", "pid", "status", "time", "stop_sent", "report", "kill_reason"])
+def test_ending_of_another_host_with_a_wrong_field_is_refused(field: str) -> None:
+    message = to_message(ending(3, said=report(99.0)), now=101.0)
+    for wrong in ({**message, field: ["wrong"]}, {name: value for name, value in message.items() if name != field}):
+        with pytest.raises(ValueError, match="malformed"):
+            from_message(wrong, "host-b", now=0.0)

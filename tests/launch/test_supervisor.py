@@ -200,10 +200,10 @@ def test_supervisor_that_cannot_start_a_worker_leaves_nothing_behind(
     started: list[worker_process.Worker] = []
 
     class Scarce(worker_process.Worker):
-        def __init__(self, rank: int, *rest: object) -> None:
+        def __init__(self, rank: int, *rest: object, **options: object) -> None:
             if rank == 2:
                 raise OSError(11, "Resource temporarily unavailable")
-            super().__init__(rank, *rest)  # type: ignore[arg-type]
+            super().__init__(rank, *rest, **options)  # type: ignore[arg-type]
             started.append(self)
 
     monkeypatch.setattr(supervisor, "Worker", Scarce)

@@ -36,6 +36,7 @@ def test_worker_environment_drops_an_outer_job_and_keeps_settings() -> None:
         "GRADWIRE_ADDRESS": "elsewhere:1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "outer",
+        "PET_NNODES": "2",
         "GROUP_RANK": "3",
         "ROLE_RANK": "3",
         "GRADWIRE_TIMEOUT": "7",
@@ -48,6 +49,7 @@ def test_worker_environment_drops_an_outer_job_and_keeps_settings() -> None:
     assert inner["GRADWIRE_TRANSPORT"] == "tcp"
     assert inner["HOME"] == "/home/me"
     assert not {"GRADWIRE_ADDRESS", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "GROUP_RANK"} & set(inner)
+    assert "PET_NNODES" not in inner
 
 
 def test_worker_environment_shares_out_threads_unless_set() -> None:

@@ -7,6 +7,8 @@ import io
 import os
 import select
 import socket
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -91,6 +93,24 @@ def written(folder: Path, code: str, name: str = "script.py") -> str:
     path = folder / name
     path.write_text(textwrap.dedent(code))
     return str(path)
+
+
+def start_command(
+    ends: contextlib.ExitStack, folder: Path, environ: Mapping[str, str], *arguments: str
+) -> subprocess.Popen[str]:
+    """Start `gradwire` in a folder, with its own temporary files and secret. It is killed when `ends` closes."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradwire", *arguments],
+        cwd=folder,
+        env={**environ, "TMPDIR": str(folder / "tmp"), "XDG_RUNTIME_DIR": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ends.enter_context(process)
+    ends.callback(process.kill)
+    return process
 
 
 class Watched:

@@ -176,7 +176,7 @@ def start_job(
                     "GRADWIRE_SIZE": str(size),
                     "GRADWIRE_COORDINATOR": job.coordinator.address,
                     "GRADWIRE_JOB": job.job,
-                    "GRADWIRE_TOKEN": job.token,
+                    "GRADWIRE_TOKEN": job.token or "",
                 }
             else:
                 mine = environ(number) if callable(environ) else environ

@@ -2,6 +2,7 @@
 
 signals       how commands that have started processes react to signals
 invite        `gradwire invite`
+node_options  the options of `run` for several hosts, in torchrun's spellings too
 show_config   what `run` takes from the configuration, and the table of `run --show-config`
 launching     options, signals and the final report that `run` and `join` share
 coordinator   `gradwire coordinator`

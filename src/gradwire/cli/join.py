@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from gradwire.cli.launching import CONTEXT, chaos_of, run_to_end, shared_options, task_of
+from gradwire.cli.launching import CONTEXT, chaos_of, report, run_to_end, shared_options, standard_input, task_of
 
 if TYPE_CHECKING:
     from gradwire.launch.output import Output
@@ -93,12 +94,13 @@ def join(
         return Supervisor(
             task,
             count,
-            elastic_rendezvous.elsewhere(count, address, token_file),
+            elastic_rendezvous.elsewhere(count, address, token_file, os.environ, report),
             restarts=Restarts(minimum=1, restarts=restarts),
             chaos=faults,
             output=output,
             grace=grace,
             kill_after=kill_after,
+            stdin=standard_input(),
         )
 
     run_to_end(make, log_dir)

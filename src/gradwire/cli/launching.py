@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -102,14 +100,43 @@ def chaos_of(text: str | None, *, elastic: bool) -> Chaos | None:
     return chaos
 
 
+def report(line: str) -> None:
+    """Print a line of the launcher before its workers start."""
+    click.echo(f"gradwire: {line}", err=True)
+
+
+def standard_input() -> int | None:
+    """Return the descriptor that worker 0 reads as its standard input, or None.
+
+    A worker is in a session of its own, so the terminal never stops it for reading (SIGTTIN). It could therefore take
+    the input of the shell in the foreground: a launcher that was started in the background passes no terminal on.
+    """
+    try:
+        fd = sys.stdin.fileno()
+        in_background = os.isatty(fd) and os.tcgetpgrp(fd) != os.getpgrp()
+    except (AttributeError, OSError, ValueError):  # closed, replaced, or the terminal of another session
+        return None
+    return None if in_background else fd
+
+
+def refuse_to_suspend() -> None:
+    """Let Ctrl-Z print a line instead of suspending this launcher: launchers on other hosts would take it for lost."""
+
+    def refuse(number: int, frame: FrameType | None) -> None:
+        report("Ctrl-Z does not suspend this command: the other hosts would take it for lost. Ctrl-C stops the job")
+
+    if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+        signal.signal(signal.SIGTSTP, refuse)
+
+
 def run_to_end(make: Callable[[Output], Supervisor], log_dir: Path | None) -> NoReturn:
     """Run the job that `make` prepares until it ends, report how it ended, and exit with its exit code."""
-    from gradwire.launch.log_folder import log_folder
+    from gradwire.launch.log_folder import log_folder, new_temporary_folder
     from gradwire.launch.output import Output
 
-    keep = log_dir is not None
+    keep, supervisor = log_dir is not None, None
     try:
-        wanted = log_dir or Path(tempfile.mkdtemp(prefix=time.strftime("gradwire-%Y%m%d-%H%M%S-")))
+        wanted = log_dir or new_temporary_folder()
         with log_folder(wanted) as folder:
             output = Output(log_dir=folder)
             if folder != wanted:
@@ -119,6 +146,9 @@ def run_to_end(make: Callable[[Output], Supervisor], log_dir: Path | None) -> No
                 supervisor.wait()
     except GradwireError as error:
         raise click.ClickException(str(error)) from error
+    finally:
+        if supervisor is None and not keep:  # no worker was started: the folder is empty
+            shutil.rmtree(wanted, ignore_errors=True)
     assert supervisor.outcome is not None
     _report_end(supervisor.outcome, folder)
     if not keep and supervisor.outcome.exit_code == 0:

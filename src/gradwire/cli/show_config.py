@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import click
 
+from gradwire.cli.node_options import Nodes
 from gradwire.errors import GradwireError
 from gradwire.job import config_file
 from gradwire.job.config import JobConfig, resolve, shown, table
@@ -31,33 +33,61 @@ def configured_size() -> int | None:
     return config.size if config is not None and config.origin("size").startswith("file ") else None
 
 
-def describe(count: int, *, elastic: bool, listen: str | None, size_from: str) -> str:
-    """Return the table of the settings that `count` workers would get. `size_from` is the origin of `count`."""
-    environ = os.environ
+@dataclass(frozen=True)
+class Decided:
+    """What the options of the command decide. `size_from` is the origin of the number of workers."""
+
+    nodes: Nodes
+    elastic: bool
+    listen: str | None
+    job: str | None
+    size_from: str
+
+    @property
+    def size(self) -> int:
+        """The number of ranks, if all hosts start as many as this one."""
+        return self.nodes.fewest * self.nodes.workers
+
+    @property
+    def ranks(self) -> str:
+        """The ranks of this host's workers."""
+        first = (self.nodes.rank or 0) * self.nodes.workers
+        return rank_ranges(range(first, first + self.nodes.workers))
+
+    @property
+    def address(self) -> tuple[str, str]:
+        """Where the workers meet, and the origin of this address."""
+        if self.nodes.several:
+            return str(self.nodes.address), "--address"
+        return (self.listen, "--listen") if self.listen else ("127.0.0.1, a free port", LAUNCHER)
+
+
+def describe(decided: Decided, environ: Mapping[str, str]) -> str:
+    """Return the table of the settings that the workers of this host would get."""
+    elastic = decided.elastic
     try:
         own = config_file.with_variables(environ)
         credentials = Credentials.from_environ(own)
-        job = own.get(JOB) if elastic else None
-        job = job or (credentials.job if credentials is not None else None)
-        config = resolve(environ=_worker_environ(environ, count, elastic, job or "a-new-name"))
+        job = decided.job or own.get(JOB) or (credentials.job if credentials is not None else None)
+        config = resolve(environ=_worker_environ(environ, decided.size, elastic, job or "a-new-name"))
     except GradwireError as error:
         raise click.ClickException(str(error)) from error
-    everyone = rank_ranges(range(count))
-    decided = {
-        "rank": everyone,
-        "size": str(count),
-        "local_rank": everyone,
+    address, address_from = decided.address
+    values = {
+        "rank": decided.ranks,
+        "size": str(decided.size),
+        "local_rank": rank_ranges(range(decided.nodes.workers)),
         "role": "worker",
-        "address": listen or "127.0.0.1, a free port",
+        "address": address,
         "served": "true",
         "job": job or "a new name",
         "elastic": shown(elastic),
     }
     if elastic:
-        decided["member"] = "a new id for each worker"
-    origins = {"size": size_from, "address": "--listen" if listen else LAUNCHER, "role": "derived"}
+        values["member"] = "a new id for each worker"
+    origins = {"size": decided.size_from, "address": address_from, "role": "derived"}
     rows = [
-        (name, decided[name], origins.get(name, LAUNCHER)) if name in decided else (name, value, origin)
+        (name, values[name], origins.get(name, LAUNCHER)) if name in values else (name, value, origin)
         for name, value, origin in config.rows()
     ]
     return table(rows)

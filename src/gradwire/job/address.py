@@ -9,6 +9,7 @@ from typing import Self
 
 from gradwire.errors import ConfigError
 from gradwire.job.environments.launcher_settings import join
+from gradwire.security.credentials import Credentials
 
 # A host of digits and dots only must be a valid IPv4 address. It is never treated as a host name.
 _LIKE_IPV4 = re.compile(r"[0-9.]+")
@@ -72,6 +73,16 @@ class Address(str):
     def is_loopback(self) -> bool:
         """Return whether all IP addresses of the host are loopback addresses, which other machines cannot reach."""
         return all(_is_loopback(ip) for ip in self.resolve())
+
+
+def check_encrypted(address: Address, *, insecure: bool, credentials: Credentials | None) -> None:
+    """Raise `ConfigError` if links to this address would leave this machine without encryption, and none allowed it."""
+    if credentials is None and not insecure and not address.is_loopback():
+        raise ConfigError(
+            f"{address} is not a loopback address, and links are not encrypted: make certificates with "
+            "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass insecure=True "
+            "(GRADWIRE_INSECURE=1, --insecure) if you trust the network"
+        )
 
 
 def _split(text: str) -> tuple[str, int]:

@@ -26,7 +26,7 @@ from gradwire.group import Group
 from gradwire.host import machine, native_core
 from gradwire.identity import Identity
 from gradwire.job import process_hooks
-from gradwire.job.address import Address
+from gradwire.job.address import Address, check_encrypted
 from gradwire.job.config import JobConfig
 from gradwire.job.environments import torchrun
 from gradwire.job.session_protocol import Failure, Past, Register, Repeat, Request, SessionProtocol, SetUp
@@ -93,14 +93,8 @@ class MemberSession:
 
     def _secret_for(self, address: Address) -> bytes | tokens.Token:
         """Return the secret to prove at an address. Raise `ConfigError` if this process may not connect to it."""
-        loopback = address.is_loopback()
-        if not loopback and not self.config.insecure and self._credentials is None:
-            raise ConfigError(
-                f"{address} is not a loopback address, and links are not encrypted: make certificates with "
-                "`gradwire certs` and set GRADWIRE_TLS_CA, GRADWIRE_TLS_CERT and GRADWIRE_TLS_KEY, or pass "
-                "insecure=True (GRADWIRE_INSECURE=1) if you trust the network"
-            )
-        return tokens.secret_or_token(with_token(os.environ, self.config.token_file), loopback)
+        check_encrypted(address, insecure=self.config.insecure, credentials=self._credentials)
+        return tokens.secret_or_token(with_token(os.environ, self.config.token_file), address.is_loopback())
 
     def join_next(self, deadline: float) -> Group:
         """Join the next generation and return its group. An elastic job continues without members lost meanwhile."""

@@ -15,7 +15,7 @@ from gradwire.launch.fault_injection import BY_CHAOS
 from gradwire.launch.restart_policy import Restarts, Verdict
 from gradwire.launch.root_cause import how_it_ended
 from gradwire.launch.worker_process import Worker
-from gradwire.launch.worker_setup import SupervisorAccess, WorkerEnvironment
+from gradwire.launch.worker_setup import OneLauncher, SupervisorAccess, WorkerEnvironment
 from gradwire.membership.client.news_pipe import NewsWriter
 from gradwire.membership.types import News
 
@@ -63,6 +63,26 @@ class Heartbeats(Protocol):
 
 
 @dataclass(frozen=True)
+class WorkerNumbers:
+    """Numbers the workers of one of several launchers, so that no two workers of the job have the same number.
+
+    >>> numbers = WorkerNumbers(node=1, nodes=3, workers=2)
+    >>> [numbers.of(index) for index in range(4)]
+    [2, 3, 7, 10]
+    """
+
+    node: int = 0
+    nodes: int = 1
+    workers: int = 1  # that each launcher starts at first
+
+    def of(self, index: int) -> int:
+        """Return the number of the worker that the launcher starts after `index` others."""
+        if index < self.workers:
+            return self.node * self.workers + index
+        return self.nodes * self.workers + (index - self.workers) * self.nodes + self.node
+
+
+@dataclass(frozen=True)
 class ElasticRendezvous:
     """Where the members of an elastic job meet, and the names of this host's workers there."""
 
@@ -70,11 +90,12 @@ class ElasticRendezvous:
     token: str | None  # for the workers' environment; None: they read the secret from this user's file
     name: str  # the workers' ids are this name, a slash and their number
     job: str | None = None  # None: the job that the coordinator serves
-    size: int | None = None  # number of workers of the first generation, all of them here; None: the job runs already
+    size: int | None = None  # number of workers of the first generation: those with lower numbers; None: it has formed
+    numbers: WorkerNumbers = WorkerNumbers()
     heartbeats: Callable[[Callable[[News], None]], Heartbeats] = field(kw_only=True)
 
 
-class ElasticSetup:
+class ElasticSetup(OneLauncher):
     """The setup of a job whose members change; `coordinator_process` is None if the coordinator runs elsewhere."""
 
     noun = "worker"
@@ -108,6 +129,9 @@ class ElasticSetup:
         self._next_check = 0.0
 
     # -- starts and ends of workers -----------------------------------------------------------------------------------
+
+    def number_of(self, index: int) -> int:
+        return self._rendezvous.numbers.of(index)
 
     def start(self, supervisor: SupervisorAccess) -> None:
         self._supervisor = supervisor
@@ -186,6 +210,7 @@ class ElasticSetup:
                 self._coordinator.answered = True
             if before is not None and before.generation < news.generation:
                 self._supervisor_access.restarts.regrouped(time.monotonic())
+            self._report_joins(before, news)
             self._news = news
             # The launcher's own coordinator starts with the run: if it reports finished work, this run did not do it.
             self._formed |= news.generation > 0 and not (news.finished and self._coordinator is not None)
@@ -193,6 +218,18 @@ class ElasticSetup:
             self._count_others(news)
             for pipe in self._pipes.values():
                 pipe.send(news)
+
+    def _report_joins(self, before: News | None, news: News) -> None:
+        """Print one line if members have joined after the first generation, here or elsewhere."""
+        if before is None or not before.generation:  # the first generation has come and gone between two heartbeats
+            known = self._rendezvous.size if news.generation > 1 else None
+        else:
+            known = before.size if before.generation < news.generation else None
+        joined = news.size - known if known is not None else 0
+        if joined > 0:
+            count = "1 worker has" if joined == 1 else f"{joined} workers have"
+            line = f"gradwire: {count} joined; generation {news.generation} has {news.size} workers"
+            self._supervisor_access.print_line(line)
 
     def _count_others(self, news: News) -> None:
         """Count the members of other launchers. The coordinator may still count workers here that have just ended."""
@@ -262,6 +299,8 @@ def _consequence(restarts: Restarts, verdict: Verdict, successor: Worker | None,
         return f"{successor} takes its place (restart {restarts.used} of {restarts.restarts})"
     if verdict is Verdict.CONTINUE:
         return {0: "the others have finished", 1: "1 worker continues"}.get(left, f"{left} workers continue")
+    if restarts.repeats_failure:
+        return "another worker failed in the same way before the first step, so a restart would not help"
     if not restarts.recoverable:
         return "the others cannot continue without a coordinator"
     if restarts.restarts:

@@ -262,7 +262,8 @@ class FaultInjector:
             return (
                 f"found no {' and '.join(f'worker {number}' for number in event.targets) or 'worker'} to {event.action}"
             )
-        workers = [self._job.workers[number] for number in event.targets]
+        by_number = {worker.number: worker for worker in self._job.workers}
+        workers = [by_number[number] for number in event.targets]
         match event.action, workers:
             case "kill", [worker]:
                 worker.kill(BY_CHAOS)

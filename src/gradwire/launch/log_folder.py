@@ -11,6 +11,11 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
+import shutil
+import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +23,34 @@ from gradwire.errors import JournalError, TransportError
 
 JOURNAL = "coordinator.journal"
 _LOCK = ".launcher"
+KEPT_FOLDERS = 10  # temporary ones
+_PREFIX = "gradwire-"
+_TEMPORARY = re.compile(rf"{_PREFIX}\d{{8}}-\d{{6}}-\w{{8}}")  # names of temporary folders; they sort by time
+_SETTLED_SECONDS = 60.0
 _LOGS = ("rank-*.log", "worker-*.log", "coordinator.log")
+
+
+def new_temporary_folder() -> Path:
+    """Return a new folder for the logs of a run, and remove older ones: failed runs leave theirs behind."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=time.strftime(f"{_PREFIX}%Y%m%d-%H%M%S-")))
+    except OSError as error:
+        raise TransportError(f"cannot write logs in {tempfile.gettempdir()}: {error.strerror or error}") from error
+    _remove_old_folders(folder.parent)
+    return folder
+
+
+def _remove_old_folders(parent: Path) -> None:
+    """Remove all but the newest temporary folders of this user, except those that a running launcher uses."""
+    with contextlib.suppress(OSError):
+        found = sorted(path for path in parent.iterdir() if _TEMPORARY.fullmatch(path.name))
+        for path in found[:-KEPT_FOLDERS]:
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                facts = path.lstat()
+                # A folder that was made a moment ago may not be locked yet.
+                settled = time.time() - facts.st_mtime > _SETTLED_SECONDS
+                if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and settled and _locked(path, stack):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

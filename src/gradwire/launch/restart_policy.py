@@ -77,6 +77,7 @@ class Restarts:
         self.restarts = restarts
         self.used = 0
         self.remote = 0  # members of the job that other launchers supervise
+        self.repeats_failure = False  # workers fail in the same way before the first generation: restarts do not help
         self.recoverable = True  # False: the job can neither continue without a lost member nor replace it
         self.done = False  # the work of the job: no worker is needed any more, and none would be admitted
         self.stopping = False  # the job is being stopped: no worker is replaced
@@ -88,6 +89,7 @@ class Restarts:
         self.finished = 0  # workers that ended well in this generation
         self.errors: list[int] = []  # workers whose failures the others have not recovered from
         self._regrouped = float("-inf")
+        self._early_tracebacks: set[str] = set()
 
     def started(self, number: int) -> None:
         self.living.add(number)
@@ -97,6 +99,18 @@ class Restarts:
         self._regrouped = now
         self.finished = 0
         self.errors = []
+
+    def failed_early(self, traceback: str) -> None:
+        """Note that a worker failed before the first generation. If two failed in the same way, restarts do not help.
+
+        >>> job = Restarts(minimum=1, restarts=9)
+        >>> job.started(0); job.failed_early("No module named 'x'"); job.ended(0, EndKind.ERROR)
+        <Verdict.REPLACE: 'replace'>
+        >>> job.started(1); job.failed_early("No module named 'x'"); job.ended(1, EndKind.ERROR)
+        <Verdict.GIVE_UP: 'give up'>
+        """
+        self.repeats_failure |= traceback in self._early_tracebacks
+        self._early_tracebacks.add(traceback)
 
     def ended(self, number: int, end: EndKind, failed: float = 0.0) -> Verdict:
         """Decide what to do after a worker has ended.
@@ -130,11 +144,13 @@ class Restarts:
     def without_it(self) -> Verdict:
         """Decide whether the job continues after a loss that is not replaced. Finished workers count as present."""
         enough = self._others > 0 and (self.done or self._others + self.finished >= self.minimum)
-        return Verdict.CONTINUE if enough and self.recoverable and not self.fixed else Verdict.GIVE_UP
+        possible = self.recoverable and not self.fixed and not self.repeats_failure
+        return Verdict.CONTINUE if enough and possible else Verdict.GIVE_UP
 
     @property
     def _may_replace(self) -> bool:
-        return self.recoverable and not self.stopping and not self.done and self.used < self.restarts
+        possible = self.recoverable and not self.repeats_failure and not self.stopping and not self.done
+        return possible and self.used < self.restarts
 
     @property
     def _others(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from gradwire.launch.worker_main import FINISHED
 from gradwire.topology import rank_ranges
@@ -29,7 +30,12 @@ class Report:
     @classmethod
     def parse(cls, text: bytes | bytearray) -> Report:
         """Read a report; raise ValueError if the text is none."""
-        match parse_json(text):
+        return cls.from_fields(parse_json(text))
+
+    @classmethod
+    def from_fields(cls, fields: object) -> Report:
+        """Return the report with these fields, in JSON's types; raise ValueError if they are none."""
+        match fields:
             case {
                 "time": float(time),
                 "type": str(type_),
@@ -96,6 +102,7 @@ class Ending:
     noun: str = "rank"  # the word before the number: "rank 2", "worker 2"
     left_early: bool = False  # the process exited with code 0 while other ranks still needed it
     kill_reason: str = ""  # why the supervisor killed the worker, if it did so for another reason than stopping the job
+    host: str = ""  # where the worker ran, if another launcher started it
 
     @property
     def name(self) -> str:
@@ -124,6 +131,47 @@ class Ending:
     def stopped(self) -> bool:
         """Whether the worker failed because the supervisor stopped it."""
         return self.failed and self.stop_sent is not None and self.stop_sent <= self.failure_time
+
+
+# -- endings on other hosts -------------------------------------------------------------------------------------------
+
+
+def to_message(ending: Ending, now: float) -> dict[str, Any]:
+    """Return an ending in JSON's types, with times relative to `now`: clocks of two hosts cannot be compared."""
+    report = None if ending.report is None else {**asdict(ending.report), "time": ending.report.time - now}
+    stop_sent = None if ending.stop_sent is None else ending.stop_sent - now
+    return {
+        **{name: getattr(ending, name) for name in ("number", "pid", "status", "kill_reason")},
+        "time": ending.time - now,
+        "stop_sent": stop_sent,
+        "report": report,
+    }
+
+
+def from_message(message: object, host: str, now: float) -> Ending:
+    """Return the ending that another launcher has just sent; raise ValueError if the message is none."""
+    match message:
+        case {
+            "number": int(number),
+            "pid": int(pid),
+            "status": int(status),
+            "kill_reason": str(kill_reason),
+            "time": float(time),
+            "stop_sent": float() | None as stop_sent,
+            "report": dict() | None as report,
+        }:
+            told = None if report is None else Report.from_fields(report)
+            return Ending(
+                number,
+                pid,
+                status,
+                time + now,
+                None if stop_sent is None else stop_sent + now,
+                None if told is None else replace(told, time=told.time + now),
+                kill_reason=kill_reason,
+                host=host,
+            )
+    raise ValueError("malformed ending")
 
 
 # -- which ending is the root cause -----------------------------------------------------------------------------------
@@ -180,7 +228,8 @@ def _remoteness(failure: Ending) -> int:
 
 def describe(ending: Ending) -> str:
     """Return one line: the name of a worker and how it ended."""
-    return f"{ending.name} (pid {ending.pid}) {how_it_ended(ending)}"
+    host = f"host {ending.host}, " if ending.host else ""
+    return f"{ending.name} ({host}pid {ending.pid}) {how_it_ended(ending)}"
 
 
 def consequences(endings: Iterable[Ending], root: Ending | None) -> list[str]:

@@ -35,6 +35,7 @@ from gradwire.launch.worker_process import Task, Worker
 from gradwire.launch.worker_setup import WorkerSetup
 
 _POLL_SECONDS = 0.02  # between checks for changes that no descriptor shows
+_TAIL_SECONDS = 1.0  # for the last output of a worker that has ended
 _AUXILIARY_SECONDS = 3.0  # for the auxiliary processes to end when the workers are gone
 
 
@@ -79,7 +80,9 @@ class Supervisor:
         output: Output | None = None,
         grace: float = GRACE,
         kill_after: float = KILL_AFTER,
+        stdin: int | None = None,
     ) -> None:
+        """`stdin` is the descriptor that worker 0 reads as its standard input. That of all others is empty."""
         if size < 1:
             raise InvalidSize(f"a job needs at least 1 worker, not {size}")
         if not sys.executable:
@@ -93,6 +96,7 @@ class Supervisor:
         self._chaos = chaos
         self._injector: FaultInjector | None = None
         self._output = output or Output()
+        self._stdin = stdin
         self._escalation = StopEscalation(grace, kill_after)
         self._local_ranks: dict[int, int] = {}
         self._auxiliary: list[Worker] = []  # processes that are not workers
@@ -102,6 +106,7 @@ class Supervisor:
         self._given_up_at: int | None = None  # index in it of the failure that ended the job
         self._requests: collections.deque[int] = collections.deque()
         self._stopped_by: int | None = None
+        self._asked: set[int] = set()  # the signals of all requests to stop
         self._selector = selectors.DefaultSelector()
         self._wake_receiver: socket.socket | None = None
         self._wake_sender: socket.socket | None = None
@@ -185,6 +190,10 @@ class Supervisor:
         self._auxiliary.append(process)
         return process
 
+    def end_after_failure(self) -> None:
+        self._escalation.failed(time.monotonic())
+        self._prepare_end()
+
     def last_output(self, label: str) -> list[str]:
         return self._output.tail(label, timeout=1.0)
 
@@ -202,10 +211,12 @@ class Supervisor:
     # -- the supervisor's thread --------------------------------------------------------------------------------------
 
     def _start_worker(self, local_rank: int) -> Worker:
-        number, noun = len(self.workers), self._setup.noun
+        number, noun = self._setup.number_of(len(self.workers)), self._setup.noun
         surroundings = self._setup.environment_of(number, local_rank)
         task = replace(self._task, inherited=self._task.inherited + surroundings.inherited)
-        worker = self._launch(number, str(number), f"{noun}-{number}.log", task, surroundings.environ, noun)
+        stdin = self._stdin if number == 0 else None
+        log = f"{noun}-{number}.log"
+        worker = self._launch(number, str(number), log, task, surroundings.environ, noun, stdin=stdin)
         self.workers += (worker,)
         self._local_ranks[number] = local_rank
         self.restarts.started(number)
@@ -222,10 +233,11 @@ class Supervisor:
         noun: str,
         *,
         shown: bool = True,
+        stdin: int | None = None,
     ) -> Worker:
         assert self._guard is not None
         with self._output.pipes(label, log, shown=shown) as pipes:
-            worker = Worker(number, task, environ, pipes, noun)
+            worker = Worker(number, task, environ, pipes, noun, stdin=stdin)
         self._guard.watch(worker.pid)  # before it may run, so that the guard knows every process
         worker.release()
         for fd in worker.descriptors():
@@ -238,9 +250,11 @@ class Supervisor:
                 self._injector = FaultInjector(self._chaos, self, time.monotonic())
             self._watch_until_gone()
             self._finish_output()
-            root = self._root()
-            last_lines = tuple(self._output.tail(str(root.number))) if root is not None else ()
-            self.outcome = Outcome(self._endings(), root, last_lines, self._stopped_by)
+            root, elsewhere = self._root(), self._setup.elsewhere
+            if root is None and self._stopped_by is None and elsewhere.problem is not None:
+                raise elsewhere.problem
+            endings = (*self._endings(), *elsewhere.endings)
+            self.outcome = Outcome(endings, root, self._last_lines(root), self._stopped_by)
         except BaseException as error:
             self._problem = error
         finally:
@@ -249,6 +263,10 @@ class Supervisor:
 
     def _watch_until_gone(self) -> None:
         while self._successions or not all(worker.gone for worker in self.workers):
+            self._watch(self._pause())
+            self._act(time.monotonic())
+        self._setup.workers_gone(self._endings(), self._last_lines)
+        while not self._setup.concluded and signal.SIGKILL not in self._asked:
             self._watch(self._pause())
             self._act(time.monotonic())
         self._setup.stop()
@@ -292,7 +310,9 @@ class Supervisor:
         while self._requests:
             number = self._requests.popleft()
             self._stopped_by = self._stopped_by or number
+            self._asked.add(number)
             self._escalation.asked(number, now)
+            self._setup.stopping(number)
             self._prepare_end()
         for worker in self.workers:
             if worker.number not in self._judged and (worker.ending is not None or worker.has_failed(now)):
@@ -311,6 +331,8 @@ class Supervisor:
             self.restarts.living.discard(worker.number)
             return
         end = worker.end_kind
+        if worker.report is not None and worker.report.explains_itself and not self._setup.formed:
+            self.restarts.failed_early(worker.report.traceback)
         verdict = self.restarts.ended(worker.number, end, worker.failure_time(now))
         if end is EndKind.WELL:
             return
@@ -362,6 +384,7 @@ class Supervisor:
     def _give_up(self, now: float) -> None:
         if self._given_up_at is None:
             self._given_up_at = len(self._unanswered) - 1
+            self._setup.failing()
         self._escalation.failed(now)
         self._prepare_end()
 
@@ -378,14 +401,26 @@ class Supervisor:
             self._injector.stop()
 
     def _root(self) -> Ending | None:
+        others = self._setup.elsewhere.endings
+        everything = (*self._endings(), *others)
         if self._given_up_at is not None:
             endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
-            root = root_cause.of_failure(endings, self._given_up_at)
+            root = root_cause.of_failure([*endings, *others], self._given_up_at)
         elif self._stopped_by is not None:
             return None
+        elif others:
+            root = root_cause.find(everything)
         else:
-            root = root_cause.of_end(self._endings(), self.restarts.errors, formed=self._setup.formed)
-        return root_cause.or_early_exit(root, self._endings())
+            root = root_cause.of_end(everything, self.restarts.errors, formed=self._setup.formed)
+        return root_cause.or_early_exit(root, everything)
+
+    def _last_lines(self, root: Ending | None) -> tuple[str, ...]:
+        """Return the last lines that a worker has printed, here or elsewhere."""
+        if root is None:
+            return ()
+        if root.host:
+            return tuple(self._setup.elsewhere.last_lines.get(root.number, ()))
+        return tuple(self._output.tail(str(root.number), timeout=_TAIL_SECONDS))
 
     def _finish_output(self) -> None:
         """Wait until all output is shown. A slow or paused reader may take any time, unless `stop` is called."""

@@ -53,10 +53,11 @@ class Worker:
         pipes: Pipes,
         noun: str = "rank",
         *,
+        stdin: int | None = None,
         leftover_seconds: float = 1.0,
         unkillable_seconds: float = 5.0,
     ) -> None:
-        """Start the process; it waits for `release`.
+        """Start the process; it waits for `release`. Its standard input is `stdin`; None: it is empty.
 
         Processes that it leaves behind (multiprocessing's resource tracker) are killed after `leftover_seconds`. A
         process that still hangs in the kernel `unkillable_seconds` after SIGKILL is abandoned.
@@ -84,7 +85,7 @@ class Worker:
                         *(sys.executable, worker_main.__file__, str(theirs.fileno()), str(pipes.tracebacks)),
                         *task.arguments,
                     ],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL if stdin is None else stdin,
                     stdout=pipes.out,
                     stderr=pipes.err,
                     env=dict(environ),
