@@ -145,7 +145,7 @@ def test_bench_against_an_install_that_cannot_start_prints_its_error_and_advice(
 
 def test_bench_against_an_install_as_documented_prints_a_ratio_for_each_size(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text("utf-8")
-    (documented,) = re.findall(r"^gradwire (bench .* --against \S*/python)", page, re.MULTILINE)
+    (documented,) = re.findall(r"^\$ gradwire (bench .* --against \S*/python)", page, re.MULTILINE)
     assert f"gradwire {documented}\n" in CliRunner().invoke(main, ["bench", "--help"]).output
     (path,) = re.findall(r"\S*/python$", documented)
     (tmp_path / "new").mkdir()
