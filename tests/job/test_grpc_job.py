@@ -27,14 +27,9 @@ needs_core = pytest.mark.skipif(not native_core.available(), reason="without it,
 
 def on_hosts(size: int, *, tls: bool = False, one: bool = False) -> Any:
     """Return environments of ranks with a host each, so that the heartbeats use gRPC too, or on `one` host."""
-    where, port = tls_files.folder(), free_port()
+    port = free_port()
 
     def of(rank: int) -> Mapping[str, str]:
-        files = {
-            "GRADWIRE_TLS_CA": str(where / "ca.pem"),
-            "GRADWIRE_TLS_CERT": str(where / f"m{rank}.pem"),
-            "GRADWIRE_TLS_KEY": str(where / f"m{rank}.key"),
-        }
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
@@ -43,7 +38,7 @@ def on_hosts(size: int, *, tls: bool = False, one: bool = False) -> Any:
             "GRADWIRE_TOKEN": TOKEN,
             "GRADWIRE_HOST": "one" if one else f"host-{rank}",
             "GRADWIRE_TRANSPORT": "grpc",
-            **(files if tls else {}),
+            **(tls_files.variables(f"m{rank}") if tls else {}),
         }
 
     return of
