@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import secrets
+import select
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from gradwire.membership.grpc_import import grpc
 from gradwire.security.admission import Dialer, Hello
 from gradwire.security.credentials import Credentials
 from gradwire.transports.base import Link, LinkClosed
-from gradwire.transports.grpc import relay
+from gradwire.transports.grpc import connection, relay
 from gradwire.transports.grpc.session import MESSAGE_BYTES, PATH
 from gradwire.transports.grpc.transport import GrpcTransport
 from gradwire.transports.tcp import accept
@@ -408,24 +409,31 @@ def test_streams_of_one_connection_that_are_never_admitted_end(
     linked(transports)
 
 
-def test_peer_that_does_not_read_its_answers_uses_bounded_memory(assemble: Assemble) -> None:
+def test_peer_that_does_not_read_its_answers_is_not_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client sends pings, which must be answered, and reads nothing."""
-    transports = assemble()
-    client = H2Connection(H2Configuration(client_side=True))
-    client.initiate_connection()
-    client.ping(b"12345678")
-    start = client.data_to_send()
-    ping = start[-17:]
-    with socket.create_connection(transports[0].address) as sock:
-        sock.setblocking(False)
-        sock.send(start)
-        sent, last = 0, time.monotonic()
-        while time.monotonic() - last < 0.3:
-            with contextlib.suppress(BlockingIOError):
-                sent += sock.send(ping * 4000)
-                last = time.monotonic()
-            assert sent < 256 << 20, "all of the pings are read although nothing reads the answers"
-    linked(transports)
+    monkeypatch.setattr(connection, "MOST_UNSENT", 64 << 10)
+    h2 = H2Connection(H2Configuration(client_side=True))
+    h2.initiate_connection()
+    h2.ping(b"12345678")
+    start = h2.data_to_send()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        server = connection.Connection(listener.accept()[0], "a client", None, 0.0)
+    client.setblocking(False)
+    rest, sent = start, 0
+    while sent < 4 << 20:
+        with contextlib.suppress(BlockingIOError):
+            count = client.send(rest)
+            sent, rest = sent + count, rest[count:] or start[-17:] * 4000
+        assert list(server.advance()) == []
+        if not (server.interest or 0) & select.POLLIN:
+            break
+    assert server.interest == select.POLLOUT, "all of the pings are read although nothing reads the answers"
+    server.end(ConnectionResetError())
+    client.close()
 
 
 def test_groups_over_grpc_report_their_transport() -> None:
