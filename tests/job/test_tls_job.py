@@ -25,7 +25,7 @@ TOKEN = "a token that is long enough"
 
 
 def environ(size: int, member: Any = lambda rank: f"m{rank}") -> Any:
-    where, port = tls_files.folder(), free_port()
+    port = free_port()
 
     def of(rank: int) -> Mapping[str, str]:
         return {
@@ -35,9 +35,7 @@ def environ(size: int, member: Any = lambda rank: f"m{rank}") -> Any:
             "MASTER_PORT": str(port),
             "GRADWIRE_TOKEN": TOKEN,
             "GRADWIRE_HOST": f"host-{rank}",
-            "GRADWIRE_TLS_CA": str(where / "ca.pem"),
-            "GRADWIRE_TLS_CERT": str(where / f"{member(rank)}.pem"),
-            "GRADWIRE_TLS_KEY": str(where / f"{member(rank)}.key"),
+            **tls_files.variables(member(rank)),
         }
 
     return of

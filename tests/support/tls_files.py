@@ -31,3 +31,9 @@ def credentials(member: str) -> Credentials:
 
 def files(where: Path, member: str) -> Credentials:
     return Credentials(where / "ca.pem", where / f"{member}.pem", where / f"{member}.key")
+
+
+def variables(member: str) -> dict[str, str]:
+    """Return the environment variables that name the files of a member."""
+    paths = {"CA": "ca.pem", "CERT": f"{member}.pem", "KEY": f"{member}.key"}
+    return {f"GRADWIRE_TLS_{name}": str(folder() / file) for name, file in paths.items()}

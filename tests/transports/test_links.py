@@ -18,6 +18,7 @@ from gradwire.transports.base import Link, LinkClosed, Transport
 from gradwire.transports.grpc.transport import GrpcTransport
 from gradwire.transports.local import Hub
 from gradwire.transports.tcp.transport import TcpTransport
+from support.link_bytes import fill, receive, send_all
 from support.ranks import eventually
 from support.tls_files import MEMBERS, credentials
 
@@ -91,27 +92,6 @@ def test_dial_all_makes_links_to_several_peers(transports: list[Transport]) -> N
     assert len(mine) == 2
 
 
-def receive(transport: Transport, link: Link, count: int) -> bytes:
-    """Receive exactly `count` bytes."""
-    data, until, bell = bytearray(count), deadline(), transport.bell()
-    got = 0
-    while got < count:
-        part = link.receive([memoryview(data)[got:]])
-        got += part
-        if not part:
-            assert time.monotonic() < until, f"only {got} bytes came"
-            transport.wait([link], [], bell, 0.1)
-    return bytes(data)
-
-
-def send_all(transport: Transport, link: Link, data: bytes) -> None:
-    until, bell = deadline(), transport.bell()
-    while data and time.monotonic() < until:
-        data = data[link.send([data]) :]
-        if data:
-            transport.wait([], [link], bell, 0.1)
-
-
 def test_link_bytes_go_both_ways_in_order(transports: list[Transport]) -> None:
     one, two = linked(transports)
     assert (one.peer, one.channel, two.peer, two.channel) == (0, 9, 1, 9)
@@ -151,15 +131,7 @@ def test_wait_for_several_links_returns_the_readable_ones(transports: list[Trans
 
 def test_send_on_a_link_without_a_reader_takes_a_bounded_amount(transports: list[Transport]) -> None:
     one, two = linked(transports)
-    sent, bell, full, until = 0, transports[1].bell(), False, deadline()
-    while not full:  # a thread of the transport may still move bytes when `send` finds no room
-        assert time.monotonic() < until, "a link that is full must not be writable"
-        while part := one.send([bytes(1 << 20)]):
-            sent += part
-            assert sent < 64 << 20, "the link accepts an unlimited amount"
-        began = time.monotonic()
-        transports[1].wait([], [one], bell, 0.05)
-        full = time.monotonic() - began > 0.04
+    bell, sent = transports[1].bell(), fill(transports[1], one)
     # After a partial send the caller sends the rest, beginning with the next byte.
     sending_the_rest = threading.Thread(target=lambda: send_all(transports[1], one, bytes(1)))
     sending_the_rest.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import secrets
+import select
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from gradwire.membership.grpc_import import grpc
 from gradwire.security.admission import Dialer, Hello
 from gradwire.security.credentials import Credentials
 from gradwire.transports.base import Link, LinkClosed
-from gradwire.transports.grpc import relay
+from gradwire.transports.grpc import connection, relay
 from gradwire.transports.grpc.session import MESSAGE_BYTES, PATH
 from gradwire.transports.grpc.transport import GrpcTransport
 from gradwire.transports.tcp import accept
@@ -30,6 +31,7 @@ from support import forked_child, tls_files
 from support.captured_log import CapturedLog
 from support.captured_log import captured_fixture as captured_fixture
 from support.grpc_proxy import GrpcProxy
+from support.link_bytes import fill, receive, send_all
 from support.ranks import eventually
 from support.tcp_proxy import TcpProxy
 
@@ -90,25 +92,6 @@ def linked(transports: list[GrpcTransport], channel: int = 9) -> tuple[Link, Lin
     return transports[1].dial(0, channel, deadline()), transports[0].accept(1, channel, deadline())
 
 
-def send_all(transport: GrpcTransport, link: Link, data: bytes) -> None:
-    view, bell, until = memoryview(data), transport.bell(), deadline()
-    while view and time.monotonic() < until:
-        view = view[link.send([view]) :]
-        if view:
-            transport.wait([], [link], bell, 0.1)
-
-
-def receive(transport: GrpcTransport, link: Link, count: int) -> bytes:
-    data, until, bell, got = bytearray(count), deadline(), transport.bell(), 0
-    while got < count:
-        part = link.receive([memoryview(data)[got:]])
-        got += part
-        if not part:
-            assert time.monotonic() < until, f"only {got} bytes came"
-            transport.wait([link], [], bell, 0.1)
-    return bytes(data)
-
-
 def await_end(transport: GrpcTransport, link: Link) -> None:
     until, bell = deadline(), transport.bell()
     with pytest.raises(LinkClosed):
@@ -144,14 +127,7 @@ def test_links_through_a_proxy_that_ends_http2_carry_large_data_both_ways(
 
 def test_full_link_on_a_shared_connection_does_not_stop_other_links(proxied: list[GrpcTransport]) -> None:
     """The proxy carries all streams to rank 0 over one connection."""
-    full, _ = linked(proxied)
-    sent, bell, stalled = 0, proxied[1].bell(), 0.0
-    while stalled < 0.2:
-        sent += full.send([bytes(1 << 20)])
-        assert sent < 64 << 20, "the link accepts an unlimited amount"
-        began = time.monotonic()
-        proxied[1].wait([], [full], bell, 0.25)
-        stalled = time.monotonic() - began
+    fill(proxied[1], linked(proxied)[0])
     for channel in (10, 11):
         one, two = linked(proxied, channel)
         send_all(proxied[1], one, bytes(1 << 20))
@@ -189,14 +165,7 @@ def test_idle_links_send_messages_that_carry_nothing(
 
 def test_link_holds_at_most_two_mebibytes_that_the_peer_has_not_read(assemble: Assemble) -> None:
     transports = assemble()
-    full, _ = linked(transports)
-    sent, bell, stalled = 0, transports[1].bell(), 0.0
-    while stalled < 0.2:
-        sent += full.send([bytes(1 << 20)])
-        began = time.monotonic()
-        transports[1].wait([], [full], bell, 0.25)
-        stalled = time.monotonic() - began
-    assert 256 << 10 < sent < 2 << 20
+    assert 256 << 10 < fill(transports[1], linked(transports)[0]) < 2 << 20
 
 
 # -- other gRPC programs ----------------------------------------------------------------------------------------------
@@ -239,13 +208,18 @@ def test_grpc_call_without_admission_is_refused_and_links_continue(
     transports = assemble()
     one, two = linked(transports)
     with grpc.insecure_channel("{}:{}".format(*transports[0].address)) as channel:
-        ended = None
-        answer = b""
+        ended, answer, answered = None, b"", threading.Event()
+
+        def messages() -> Iterator[bytes]:
+            yield message
+            answered.wait(LONG)  # the end of the request would end the link
+
         try:
-            for part in channel.stream_stream(method)(iter([message]), timeout=LONG):
+            for part in channel.stream_stream(method)(messages(), timeout=LONG):
                 answer += part
         except grpc.RpcError as error:
             ended = error.code()
+        answered.set()
     assert ended in (code, grpc.StatusCode.CANCELLED) if code is grpc.StatusCode.UNAVAILABLE else ended == code
     if code is None:
         assert b"not a gradwire admission" in answer
@@ -364,13 +338,17 @@ def test_abandon_in_forked_child_closes_the_sockets_of_links(assemble: Assemble)
     assert receive(transports[0], two, 28) == b"the parent's links stay open"
 
 
-def test_close_sends_what_closed_links_have_left(assemble: Assemble) -> None:
+def test_close_sends_what_closed_links_have_left(assemble: Assemble, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "DRAIN_SECONDS", LONG)
     transports = assemble()
     one, two = linked(transports)
-    sent = one.send([bytes(100_000)])
-    transports[1].close()
+    sent = fill(transports[1], one)
+    closing = threading.Thread(target=transports[1].close)
+    closing.start()
     assert receive(transports[0], two, sent) == bytes(sent)
     await_end(transports[0], two)
+    closing.join(LONG)
+    assert not closing.is_alive()
 
 
 def test_close_leaves_no_socket_and_no_thread(assemble: Assemble) -> None:
@@ -431,24 +409,31 @@ def test_streams_of_one_connection_that_are_never_admitted_end(
     linked(transports)
 
 
-def test_peer_that_does_not_read_its_answers_uses_bounded_memory(assemble: Assemble) -> None:
+def test_peer_that_does_not_read_its_answers_is_not_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client sends pings, which must be answered, and reads nothing."""
-    transports = assemble()
-    client = H2Connection(H2Configuration(client_side=True))
-    client.initiate_connection()
-    client.ping(b"12345678")
-    start = client.data_to_send()
-    ping = start[-17:]
-    with socket.create_connection(transports[0].address) as sock:
-        sock.setblocking(False)
-        sock.send(start)
-        sent, last = 0, time.monotonic()
-        while time.monotonic() - last < 0.3:
-            with contextlib.suppress(BlockingIOError):
-                sent += sock.send(ping * 4000)
-                last = time.monotonic()
-            assert sent < 256 << 20, "all of the pings are read although nothing reads the answers"
-    linked(transports)
+    monkeypatch.setattr(connection, "MOST_UNSENT", 64 << 10)
+    h2 = H2Connection(H2Configuration(client_side=True))
+    h2.initiate_connection()
+    h2.ping(b"12345678")
+    start = h2.data_to_send()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        server = connection.Connection(listener.accept()[0], "a client", None, 0.0)
+    client.setblocking(False)
+    rest, sent = start, 0
+    while sent < 4 << 20:
+        with contextlib.suppress(BlockingIOError):
+            count = client.send(rest)
+            sent, rest = sent + count, rest[count:] or start[-17:] * 4000
+        assert list(server.advance()) == []
+        if not (server.interest or 0) & select.POLLIN:
+            break
+    assert server.interest == select.POLLOUT, "all of the pings are read although nothing reads the answers"
+    server.end(ConnectionResetError())
+    client.close()
 
 
 def test_groups_over_grpc_report_their_transport() -> None:
