@@ -145,6 +145,8 @@ def run_to_end(make: Callable[[Output], Supervisor], log_dir: Path | None) -> No
             with _warnings_to(output), _signals_stop(supervisor), supervisor:
                 supervisor.wait()
     except GradwireError as error:
+        if supervisor is not None:
+            report(f"logs in {folder}")
         raise click.ClickException(str(error)) from error
     finally:
         if supervisor is None and not keep:  # no worker was started: the folder is empty
