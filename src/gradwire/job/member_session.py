@@ -38,6 +38,7 @@ from gradwire.security import tokens
 from gradwire.security.credentials import Credentials
 from gradwire.security.secret import derive
 from gradwire.topology import Topology
+from gradwire.transports.base import Resource
 from gradwire.transports.tcp.transport import TcpTransport
 
 if TYPE_CHECKING:
@@ -175,22 +176,31 @@ class MemberSession:
     def new_transport(self) -> TcpTransport:
         return TcpTransport(_own_address(self._address), self._credentials)
 
-    def _elastic_membership(self, joined: bool) -> ElasticMembership:
+    def _elastic_membership(self, joined: bool, lease_seconds: float) -> ElasticMembership:
         """Return the functions by which a generation joins its successor, leaves the job and reads the news."""
         if self._news is not None:
             news, cuts = self._news_of_this_run(self._news.latest), self._news.cuts
             return ElasticMembership(self.next, self.leave_job, joined=joined, news=news, cuts=cuts)
-        if self._lease is None:  # no launcher sends heartbeats for this worker
-            from gradwire.membership.client.worker_lease import Lease
-
-            self._lease = Lease(
-                str(self._address), self._id, run=self._protocol.run, secret=self._secret, credentials=self._credentials
-            )
-            self._lease.start()
-        lease = self._lease
-        lease.enter(self._protocol.run)
+        lease = self._renew_lease(lease_seconds)  # no launcher sends heartbeats for this worker
         news = self._news_of_this_run(lambda: lease.news)
         return ElasticMembership(self.next, self.leave_job, joined=joined, news=news)
+
+    def _renew_lease(self, seconds: float) -> Lease:
+        """Send heartbeats for this member from now on."""
+        from gradwire.membership.client.worker_lease import Lease
+
+        if self._lease is None:
+            self._lease = Lease(
+                str(self._address),
+                self._id,
+                run=self._protocol.run,
+                secret=self._secret,
+                credentials=self._credentials,
+                lease=seconds,
+            )
+            self._lease.start()
+        self._lease.enter(self._protocol.run)
+        return self._lease
 
     def _news_of_this_run(self, latest: Callable[[], News | None]) -> Callable[[], News | None]:
         """Return a function that returns the latest news, or None if the news is about another run."""
@@ -318,8 +328,13 @@ class MemberSession:
         names = tuple(str(member) for member in members)
         identity = Identity(assembly.run, assembly.generation, assembly.rank, names, topology)
         ids = tuple(member.id for member in members)
-        membership = self._elastic_membership(joined) if self.config.elastic else None
-        return Endpoint(identity, transport, ids, membership, tuple(self._closed_listeners()))
+        resources: list[Resource] = [*self._closed_listeners()]
+        membership = None
+        if self.config.elastic:
+            membership = self._elastic_membership(joined, assembly.lease)
+        elif assembly.lease:  # the coordinator of this static job is there until the job ends
+            resources.append(_StaticMembership(self._renew_lease(assembly.lease), self.leave_job))
+        return Endpoint(identity, transport, ids, membership, tuple(resources))
 
     def _link_key(self, assembly: Assembly) -> bytes:
         if isinstance(self._secret, bytes):
@@ -352,6 +367,19 @@ class _Joining:
                     raise error
                 log.warning("generation %d could not be set up, trying again: %s", generation, error)
         return None
+
+
+class _StaticMembership:
+    """Renews the lease of a member of a static job while its generation exists, and then leaves the job."""
+
+    def __init__(self, lease: Lease, leave: Callable[[bool], None]) -> None:
+        self._lease, self._leave = lease, leave
+
+    def close(self) -> None:
+        self._leave(False)
+
+    def abandon(self) -> None:
+        self._lease.abandon()
 
 
 def _address_of(rank: int, member: Member) -> Address:
