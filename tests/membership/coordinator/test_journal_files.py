@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,14 +21,14 @@ Serve = Callable[..., Coordinator]
 
 
 @pytest.fixture(name="begin")
-def begin_fixture(serve: Serve, tmp_path: Path) -> Iterator[Serve]:
+def begin_fixture(serve: Serve, tmp_path: Path) -> Serve:
     """Starts the coordinator of a named job, with its journal at the default path below the test's folder."""
 
     def begin(size: int = 1, job: str = "digits", **options: object) -> Coordinator:
         path = journal_files.path_of(job, {"XDG_STATE_HOME": str(tmp_path)})
         return serve(size, job=job, journal=path, retire=journal_files.retire_ended, **options)
 
-    yield begin
+    return begin
 
 
 def names(folder: Path) -> list[str]:
@@ -61,7 +61,7 @@ def test_path_is_below_the_state_folder_and_safe_for_any_name(tmp_path: Path) ->
 
 def test_path_in_a_folder_that_cannot_be_created_names_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "gradwire").write_text("a file")
-    with pytest.raises(JournalError, match="cannot be created .*name a file with --journal, or .* --no-journal"):
+    with pytest.raises(JournalError, match=r"cannot be created .*name a file with --journal, or .* --no-journal"):
         journal_files.path_of("digits", {"XDG_STATE_HOME": str(tmp_path)})
 
 
@@ -125,7 +125,7 @@ def test_journal_of_an_unfinished_job_of_other_sizes_is_refused_until_begun_anew
     first = begin()
     joined(first)
     first.stop()
-    with pytest.raises(ConfigError, match="initial size is 1, not 2.* or begin a new run with another file or with"):
+    with pytest.raises(ConfigError, match=r"initial size is 1, not 2.* or begin a new run with another file or with"):
         begin(2)
     journal_files.begin_anew(tmp_path / "gradwire" / "digits.journal")
     assert begin(2).run > first.run

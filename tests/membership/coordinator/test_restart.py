@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import queue
-import re
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -27,49 +24,11 @@ from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.types import News
 from gradwire.membership.v1.gradwire_pb2 import HelloRequest
 from support.captured_log import CapturedLog
+from support.coordinator_command import TOKEN, Process
+from support.coordinator_command import coordinate_fixture as coordinate_fixture
 
-TOKEN = "a secret of this test"
 SECRET = TOKEN.encode()
 Serve = Callable[..., Coordinator]
-
-
-class Process:
-    """`gradwire coordinator` in its own process."""
-
-    def __init__(self, *options: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gradwire", "coordinator", *options],
-            env={**os.environ, "GRADWIRE_TOKEN": TOKEN, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.line = self.process.stdout.readline().strip()
-        found = re.match(r"coordinator of job (\S+) at (\S+) \(", self.line)
-        self.job, self.address = (found[1], found[2]) if found else ("", "")
-
-    def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(30)
-
-    def said(self) -> str:
-        """Return its output to stderr until it ended."""
-        return self.process.communicate(timeout=30)[1]
-
-
-@pytest.fixture
-def coordinate() -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
-
-    def start(*options: str) -> Process:
-        started.append(Process(*options))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.process.kill()
-        one.process.communicate()
 
 
 def member(name: str) -> Member:

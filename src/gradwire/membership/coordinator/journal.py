@@ -246,9 +246,12 @@ def move_aside(path: Path, moved: Path, *, timeout: float = 10.0) -> Path | None
 
 
 def _rename(path: Path, moved: Path) -> None:
+    undo = Path(f"{path}{UNDO}")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(f"{path}{UNDO}", f"{moved}{UNDO}")
+        if undo.exists() and not undo.stat().st_size:  # there is nothing to undo
+            undo.unlink()
+        if undo.exists():
+            os.replace(undo, f"{moved}{UNDO}")
         os.replace(path, moved)
     except OSError as error:
         reason = error.strerror or error

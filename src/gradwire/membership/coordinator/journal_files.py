@@ -88,8 +88,9 @@ def begin_anew(path: Path) -> None:
     earlier = [path.with_name(f"{path.name.removesuffix(_SUFFIX)}.earlier-{n}") for n in range(1, EARLIER_KEPT + 1)]
     with _explained(path):
         for newer, older in reversed(list(itertools.pairwise(earlier))):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(newer, older)
+            for end in ("", UNDO):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(f"{newer}{end}", f"{older}{end}")
     move_aside(path, earlier[0], timeout=0.0)
 
 
