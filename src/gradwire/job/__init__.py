@@ -5,7 +5,11 @@ process_hooks      closes groups when this process exits, and drops their links 
 address            parses "host:port"
 session_protocol   decides how a member enters the next generation, without I/O and without a clock
 thread_job         runs a job whose members are threads of this process
+data_links         this process as a member with data links; binds a transport to the members of a generation
 config             `JobConfig`: rank, size, address and other settings, with their origin
 member_session     joins one generation after another, over sockets
 init               `gw.init`, `gw.local_group`, `gw.loopback_pair`: creates the objects above and connects them
+node_group         the group of a worker node, connected on request
+health_server      the standard health check of a worker, `grpc.health.v1`
+worker_node        `gw.WorkerNode`: a member whose program decides when to use a group
 """

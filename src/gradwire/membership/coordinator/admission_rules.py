@@ -223,7 +223,7 @@ def _unfit(claim: Claim, terms: Terms, roster: Roster) -> str | None:
     if uses_data_plane and not claim.transport:
         return (
             f"{claim.member} has no data address, and the members of this job exchange data through gradwire: join it "
-            "with gw.init() or gradwire join. A WorkerNode is for jobs whose members bring their own data plane"
+            "with gw.init() or gradwire join. A WorkerNode is for jobs of worker nodes only"
         )
     if not roster.generation:
         return None  # queued processes without a data plane are `displaced`; shared memory is checked at set-up

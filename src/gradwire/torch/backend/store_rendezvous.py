@@ -15,8 +15,8 @@ from gradwire.host import machine
 from gradwire.job import init
 from gradwire.job.address import Address
 from gradwire.job.config import INSECURE, TRANSPORT, resolve
+from gradwire.job.data_links import HOST
 from gradwire.job.environments.torchrun import HOST as MASTER
-from gradwire.job.member_session import HOST
 from gradwire.wire import fingerprint
 
 RENDEZVOUS_SECONDS = 30.0  # the least time for the rendezvous, even if the timeout of a call is shorter

@@ -16,6 +16,8 @@ from gradwire.membership.coordinator.service import Coordinator
 from gradwire.membership.types import Member, News
 from support import tls_files
 from support.captured_log import CapturedLog
+from support.coordinators import captured_fixture as captured_fixture
+from support.coordinators import serve_fixture as serve_fixture
 from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
@@ -152,7 +154,7 @@ def test_worker_node_writes_checkpoints(serve: Serve, make: Make) -> None:
 
 def test_worker_node_with_certificates_joins(serve: Serve, make: Make) -> None:
     coordinator = serve(1, credentials=tls_files.credentials("m0"))
-    node = make(coordinator, "m1", credentials=tls_files.credentials("m1")).start()
+    node = make(coordinator, "m1", tls=tls_files.credentials("m1")).start()
     assert node.healthy(30)
 
 
