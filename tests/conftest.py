@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,10 @@ for _name in set(os.environ) - {"GRADWIRE_PURE"}:
 
 # A tuning table of this machine must not change the results of tests.
 os.environ["XDG_CONFIG_HOME"] = str(Path(__file__).parent / "no-such-folder")
+
+# Coordinators that tests start must not resume jobs of this user.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gradwire-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # Background shells and nohup make processes ignore signals that some tests need, and children inherit ignored signals.
 # A signal with a handler is reset to its default in children.

@@ -29,6 +29,7 @@ SECTIONS = {
         "docs/torch-backend",
         "docs/jax",
         "docs/elastic",
+        "docs/worker-nodes",
         "docs/compression",
         "docs/zero",
         "docs/simulation",

@@ -77,7 +77,7 @@ from gradwire.topology import Topology
 if TYPE_CHECKING:
     from gradwire import jax as jax
     from gradwire import torch as torch
-    from gradwire.membership.client.worker_node import WorkerNode
+    from gradwire.job.worker_node import WorkerNode
     from gradwire.training.communicator import Communicator
     from gradwire.training.contract import Contract, broadcast_named, check_replicas
     from gradwire.training.elastic import Elastic, Step, elastic
@@ -151,7 +151,7 @@ _LAZY_MODULES = {
     "GradientSync": "training.gradients",
     "Sampler": "training.sampler",
     "Step": "training.elastic",
-    "WorkerNode": "membership.client.worker_node",
+    "WorkerNode": "job.worker_node",
     "broadcast_named": "training.contract",
     "check_replicas": "training.contract",
     "elastic": "training.elastic",

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sqlite3
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from gradwire.membership.coordinator.service import Coordinator
-from support.captured_log import CapturedLog, capturing
-from support.membership_claims import SECRET
-
-
-@pytest.fixture
-def captured() -> Iterator[CapturedLog]:
-    """Captures what the coordinator and its workers log during the test, at level INFO and above."""
-    with capturing("gradwire.membership", logging.INFO) as captured:
-        yield captured
+from support.coordinators import captured_fixture as captured_fixture
+from support.coordinators import serve_fixture as serve_fixture
 
 
 @pytest.fixture
@@ -33,19 +23,3 @@ def databases(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
 
     monkeypatch.setattr(sqlite3, "connect", observed)
     return opened
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Coordinator]]:
-    """Starts coordinators on free loopback ports, and stops them after the test."""
-    started: list[Coordinator] = []
-
-    def start(size: int, host: str = "127.0.0.1", port: int = 0, **options: object) -> Coordinator:
-        coordinator = Coordinator(host, port, size=size, **{"secret": SECRET, **options})  # type: ignore[arg-type]
-        coordinator.start()
-        started.append(coordinator)
-        return coordinator
-
-    yield start
-    for coordinator in started:
-        coordinator.stop(grace=0.0)

@@ -51,6 +51,13 @@ class GroupInternals:
         self._group = group
         self._generation, self._runner = parts_of(group)
 
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    def unreachable_members(self) -> tuple[str, ...]:
+        """Return the ids of the members that this rank itself could not reach."""
+        ids = self._generation.member_ids
+        return tuple(ids[rank] for rank in sorted(self._generation.failure.unreachable()))
+
     # -- operations in the group's order ------------------------------------------------------------------------------
 
     def run(self, operation: Operation, timeout: float | None = None, site: Site | None = None) -> Any:

@@ -8,8 +8,6 @@ import gc
 import logging
 import os
 import re
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,21 +21,19 @@ from gradwire.generation.elastic_membership import ElasticMembership
 from gradwire.generation.establish import Endpoint
 from gradwire.generation.generation import Generation
 from gradwire.group import Group
-from gradwire.host import machine, native_core
-from gradwire.identity import Identity
-from gradwire.job import process_hooks
+from gradwire.host import native_core
+from gradwire.job import data_links, process_hooks
 from gradwire.job.address import Address, check_encrypted
 from gradwire.job.config import JobConfig
 from gradwire.job.environments import torchrun
 from gradwire.job.session_protocol import Failure, Past, Register, Repeat, Request, SessionProtocol, SetUp
-from gradwire.membership import Assembly, Member
+from gradwire.membership import Assembly
 from gradwire.membership.client.news_pipe import NewsReader
 from gradwire.membership.closed_listener import ClosedListener
 from gradwire.membership.endpoints import resolve as endpoints
 from gradwire.security import tokens
-from gradwire.security.credentials import Credentials
-from gradwire.security.secret import derive, with_token
-from gradwire.topology import Topology
+from gradwire.security.secret import with_token
+from gradwire.transports.base import Resource
 from gradwire.transports.tcp.transport import TcpTransport
 
 if TYPE_CHECKING:
@@ -48,7 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire")
 
-HOST = "GRADWIRE_HOST"  # overrides the identity of this machine, so that tests can have several "hosts" on one machine
 LEAVE_SECONDS = 1.0  # limit for telling the coordinator that this member leaves
 LOG_SECONDS = 5.0  # between two log lines about the same reason for waiting
 
@@ -83,7 +78,7 @@ class MemberSession:
             self._address = Address("127.0.0.1" if on_one_host else config.address.host, 0)
         self._credentials = config.tls
         self._secret = self._secret_for(self._address)
-        self._id = config.member or _new_id(self._credentials)
+        self._id = config.member or data_links.new_id(self._credentials)
         self._job = config.job or (self._credentials.job if self._credentials else None)
         self._seal: WorkerSeal | None = None  # created at the first registration and used for all of them
         self._next_lock = threading.Lock()
@@ -167,29 +162,33 @@ class MemberSession:
             raise
 
     def new_transport(self) -> TcpTransport:
-        host = _own_address(self._address)
-        if self.config.transport == "grpc":
-            from gradwire.transports.grpc.transport import GrpcTransport  # loads h2
+        return data_links.new_transport(self.config.transport, self._address, self._credentials)
 
-            return GrpcTransport(host, self._credentials)
-        return TcpTransport(host, self._credentials)
-
-    def _elastic_membership(self, joined: bool) -> ElasticMembership:
+    def _elastic_membership(self, joined: bool, lease_seconds: float) -> ElasticMembership:
         """Return the functions by which a generation joins its successor, leaves the job and reads the news."""
         if self._news is not None:
             news, cuts = self._news_of_this_run(self._news.latest), self._news.cuts
             return ElasticMembership(self.next, self.leave_job, joined=joined, news=news, cuts=cuts)
-        if self._lease is None:  # no launcher sends heartbeats for this worker
-            from gradwire.membership.client.worker_lease import Lease
-
-            self._lease = Lease(
-                str(self._address), self._id, run=self._protocol.run, secret=self._secret, credentials=self._credentials
-            )
-            self._lease.start()
-        lease = self._lease
-        lease.enter(self._protocol.run)
+        lease = self._renew_lease(lease_seconds)  # no launcher sends heartbeats for this worker
         news = self._news_of_this_run(lambda: lease.news)
         return ElasticMembership(self.next, self.leave_job, joined=joined, news=news)
+
+    def _renew_lease(self, seconds: float) -> Lease:
+        """Send heartbeats for this member from now on."""
+        from gradwire.membership.client.worker_lease import Lease
+
+        if self._lease is None:
+            self._lease = Lease(
+                str(self._address),
+                self._id,
+                run=self._protocol.run,
+                secret=self._secret,
+                credentials=self._credentials,
+                lease=seconds,
+            )
+            self._lease.start()
+        self._lease.enter(self._protocol.run)
+        return self._lease
 
     def _news_of_this_run(self, latest: Callable[[], News | None]) -> Callable[[], News | None]:
         """Return a function that returns the latest news, or None if the news is about another run."""
@@ -215,7 +214,8 @@ class MemberSession:
                 self._address = Address.parse(agreed, "the address that the ranks agreed on")
                 self._secret_for(self._address)  # raises if the address is not allowed: torchrun's store is not trusted
             first, needs_no_core = past.generation == 0, config.transport in ("shm", "grpc")
-            self._member = self._new_member(transport, config.rank if first else None)
+            rank = config.rank if first else None
+            self._member = data_links.this_process(self._id, rank, data_links.address_of(transport))
             return requests.register(
                 str(self._address),
                 self._member,
@@ -284,45 +284,18 @@ class MemberSession:
             return [ClosedListener(endpoints(self._address.host, self._address.port)[0], reason)]
         return []
 
-    def _new_member(self, transport: TcpTransport, rank: int | None) -> Member:
-        host, port = transport.address
-        return Member(
-            id=self._id,
-            rank=rank,
-            host=os.environ.get(HOST) or machine.identity(),
-            hostname=os.environ.get(HOST) or socket.gethostname(),
-            pid=os.getpid(),
-            address=str(Address(host, port)),
-            started=machine.process_started(),
-        )
-
     # -- the endpoint of a generation ---------------------------------------------------------------------------------
 
     def _assemble(self, assembly: Assembly, transport: TcpTransport, joined: bool) -> Endpoint:
-        members = assembly.members
-        topology = Topology.of([member.host for member in members])
-        addresses = [_address_of(rank, member) for rank, member in enumerate(members)]
-        local_size = sum(member.host == members[assembly.rank].host for member in members)
-        transport.assemble(
-            rank=assembly.rank,
-            addresses=[(address.host, address.port) for address in addresses],
-            job=assembly.run,
-            generation=assembly.generation,
-            key=self._link_key(assembly),
-            cores=machine.usable_cores() / local_size,
-            members=[member.id for member in members],
-        )
-        names = tuple(str(member) for member in members)
-        identity = Identity(assembly.run, assembly.generation, assembly.rank, names, topology)
-        ids = tuple(member.id for member in members)
-        membership = self._elastic_membership(joined) if self.config.elastic else None
-        return Endpoint(identity, transport, ids, membership, tuple(self._closed_listeners()))
-
-    def _link_key(self, assembly: Assembly) -> bytes:
-        if isinstance(self._secret, bytes):
-            return derive(self._secret, "links", assembly.run)
-        assert assembly.link_key is not None  # the coordinator sends it to members that hold a join token
-        return assembly.link_key
+        identity = data_links.assemble(assembly, transport, self._secret)
+        ids = tuple(member.id for member in assembly.members)
+        resources: list[Resource] = [*self._closed_listeners()]
+        membership = None
+        if self.config.elastic:
+            membership = self._elastic_membership(joined, assembly.lease)
+        elif assembly.lease:  # the coordinator of this static job is there until the job ends
+            resources.append(_StaticMembership(self._renew_lease(assembly.lease), self.leave_job))
+        return Endpoint(identity, transport, ids, membership, tuple(resources))
 
 
 class _Joining:
@@ -351,11 +324,17 @@ class _Joining:
         return None
 
 
-def _address_of(rank: int, member: Member) -> Address:
-    try:
-        return Address.parse(member.address, f"the address of {member}")
-    except ConfigError as error:
-        raise ConfigError(str(error), peer=rank) from error
+class _StaticMembership:
+    """Renews the lease of a member of a static job while its generation exists, and then leaves the job."""
+
+    def __init__(self, lease: Lease, leave: Callable[[bool], None]) -> None:
+        self._lease, self._leave = lease, leave
+
+    def close(self) -> None:
+        self._leave(False)
+
+    def abandon(self) -> None:
+        self._lease.abandon()
 
 
 def _logged(act: Callable[[], None]) -> Callable[[], None]:
@@ -385,19 +364,3 @@ class _WaitReporter:
 def _news_pipe() -> NewsReader | None:
     """Return the reader of the launcher's pipe, or None. There is one reader per process."""
     return NewsReader.from_environ()
-
-
-def _new_id(credentials: Credentials | None) -> str:
-    """Return a new member id. It begins with the certificate's member name, if there is a certificate."""
-    unique = secrets.token_hex(8)
-    return f"{credentials.member}/{unique}" if credentials else unique
-
-
-def _own_address(coordinator: Address) -> str:
-    """Return the local IP address that this machine uses to reach the coordinator."""
-    for host in coordinator.resolve():
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, coordinator.port or 9))  # connecting a UDP socket sends nothing: it selects the route
-            return str(probe.getsockname()[0])
-    raise ConfigError(f"this machine has no network route to {coordinator}")

@@ -107,6 +107,7 @@ class ReplyEncoder:
             assembly.job, assembly.run = outcome.job, outcome.run
             assembly.generation, assembly.rank, assembly.link_key = outcome.generation, outcome.rank, link_key
             assembly.previous_run = outcome.previous_run
+            assembly.lease_ms = round(outcome.lease * 1000)
             # Protobuf parses two concatenated encodings as one message that has the fields of both.
             return self._members(outcome.members) + reply.SerializeToString()
         return reply.SerializeToString()
@@ -125,7 +126,16 @@ def assembly_from_wire(message: pb.Assembly, link_key: bytes | None) -> Assembly
     in_order = [member.rank for member in members] == list(range(len(members)))
     if not in_order or not 0 <= message.rank < len(members) or len(message.run) != 16:
         raise Malformed("an assembly whose ranks or run id are invalid")
-    return Assembly(message.job, message.generation, message.rank, members, message.run, link_key, message.previous_run)
+    return Assembly(
+        message.job,
+        message.generation,
+        message.rank,
+        members,
+        message.run,
+        link_key,
+        message.previous_run,
+        message.lease_ms / 1000,
+    )
 
 
 def news_to_wire(news: News) -> pb.News:
@@ -139,6 +149,7 @@ def news_to_wire(news: News) -> pb.News:
         finished=news.finished,
         run=news.run,
         unknown=news.unknown,
+        lease_ms=round(news.lease * 1000),
     )
 
 
@@ -155,6 +166,7 @@ def news_from_wire(message: pb.News) -> News:
         finished=message.finished,
         run=message.run,
         unknown=tuple(message.unknown),
+        lease=message.lease_ms / 1000,
     )
 
 

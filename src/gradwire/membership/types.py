@@ -40,7 +40,8 @@ class Assembly:
     `job` is the job's name. `run` is the id of this execution of the job (`identity.new_run`): it distinguishes links
     and members of this run from those of an earlier run under the same name, and of other jobs. `link_key` is sent only
     to members that joined with a join token; all others derive it from the job's secret. `previous_run` is set if the
-    coordinator began this run as the replacement of another one, and no member has the last state of that one.
+    coordinator began this run as the replacement of another one, and no member has the last state of that one. A member
+    that sends no heartbeat for `lease` seconds is removed; with 0, the coordinator expects no heartbeats.
     """
 
     job: str
@@ -50,6 +51,7 @@ class Assembly:
     run: bytes
     link_key: bytes | None = field(default=None, repr=False)
     previous_run: bytes = b""
+    lease: float = 0.0
 
 
 def format_ranks(ranks: Iterable[int], count: int | None = None, most: int = 16) -> str:
@@ -130,6 +132,7 @@ class News:
     finished: bool = False  # all work is done: no process can join any more
     run: bytes = field(default=b"", compare=False)  # the run that the coordinator serves
     unknown: tuple[str, ...] = field(default=(), compare=False)  # ids in the heartbeat that are not in this run
+    lease: float = field(default=0.0, compare=False)  # seconds without heartbeats after which a member is removed
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from gradwire.membership.coordinator.health import MEMBERSHIP, NOT_SERVING, SERVICE_UNKNOWN, SERVING, Health
 from gradwire.membership.coordinator.service import Coordinator
+from support.health_client import check, watch
 
 Serve = Callable[..., Coordinator]
 
@@ -26,24 +26,6 @@ def coordinator(serve: Serve) -> Coordinator:
 def channel(coordinator: Coordinator) -> Iterator[Any]:
     with grpc.insecure_channel(coordinator.address) as channel:
         yield channel
-
-
-def check(channel: Any, service: str) -> int:
-    ask = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        request_serializer=StringValue.SerializeToString,
-        response_deserializer=Int32Value.FromString,
-    )
-    return int(ask(StringValue(value=service), timeout=30).value)
-
-
-def watch(channel: Any, service: str) -> Any:
-    ask = channel.unary_stream(
-        "/grpc.health.v1.Health/Watch",
-        request_serializer=StringValue.SerializeToString,
-        response_deserializer=Int32Value.FromString,
-    )
-    return ask(StringValue(value=service), timeout=30)
 
 
 def test_check_known_service_is_serving_and_unknown_is_not_found(channel: Any) -> None:

@@ -305,3 +305,22 @@ def test_set_aside_moves_a_damaged_journal_as_it_is(tmp_path: Path) -> None:
     moved = set_aside(path, tmp_path / "earlier")
     assert moved is not None
     assert moved.read_bytes() == b"no journal at all"
+
+
+def test_journal_that_was_moved_before_it_was_locked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, moved = tmp_path / "journal", tmp_path / "moved"
+    Journal(path).close()
+    connect = sqlite3.connect
+
+    def connect_and_move(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        database: sqlite3.Connection = connect(*arguments, **options)
+        database.execute("PRAGMA application_id").fetchone()  # SQLite opens the file with the first statement
+        path.rename(moved)
+        path.write_bytes(moved.read_bytes())
+        return database
+
+    monkeypatch.setattr(sqlite3, "connect", connect_and_move)
+    with pytest.raises(JournalError, match="another coordinator uses it"):
+        Journal(path)

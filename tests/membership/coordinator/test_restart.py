@@ -6,11 +6,9 @@ import os
 import queue
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -26,48 +24,11 @@ from gradwire.membership.sealing import WorkerSeal
 from gradwire.membership.types import News
 from gradwire.membership.v1.gradwire_pb2 import HelloRequest
 from support.captured_log import CapturedLog
+from support.coordinator_command import TOKEN, Process
+from support.coordinator_command import coordinate_fixture as coordinate_fixture
 
-TOKEN = "a secret of this test"
 SECRET = TOKEN.encode()
 Serve = Callable[..., Coordinator]
-
-
-class Process:
-    """`gradwire coordinator` in its own process."""
-
-    def __init__(self, *options: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "gradwire", "coordinator", *options],
-            env={**os.environ, "GRADWIRE_TOKEN": TOKEN, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.line = self.process.stdout.readline().strip()
-        self.address = self.line.rpartition(" ")[2]
-
-    def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(30)
-
-    def said(self) -> str:
-        """Return its output to stderr until it ended."""
-        return self.process.communicate(timeout=30)[1]
-
-
-@pytest.fixture
-def coordinate() -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
-
-    def start(*options: str) -> Process:
-        started.append(Process(*options))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.process.kill()
-        one.process.communicate()
 
 
 def member(name: str) -> Member:
@@ -120,7 +81,8 @@ def test_killed_coordinator_started_again_resumes(coordinate: Callable[..., Proc
         while not told.empty():
             told.get()
         second = coordinate("--listen", first.address, *options)
-        assert second.line == first.line, "the same job, at the same address"
+        assert (second.job, second.address) == (first.job, first.address)
+        assert second.line.endswith(f", resumes run {before[0].run.hex()} at generation 1 with 2 members)")
         news = told.get(timeout=30)
         assert (news.generation, news.evicted, news.checkpoint) == (1, ("b",), 7)
         while not heartbeat(second.address, "ac", secret=SECRET).joiners:  # waiting processes must reconnect first
@@ -161,8 +123,8 @@ def test_frozen_coordinator_is_found_again(coordinate: Callable[..., Process], c
 def test_coordinator_command_ends_cleanly_on_signals(
     number: signal.Signals, coordinate: Callable[..., Process]
 ) -> None:
-    process = coordinate("--size", "1", "--job", "named")
-    assert process.line == f"coordinator of job named at {process.address}"
+    process = coordinate("--size", "1", "--job", "named", "--no-journal")
+    assert process.line == f"coordinator of job named at {process.address} (no journal)"
     assembled(process.address, "a")
     assert process.end(number) == 0
     said = process.said()

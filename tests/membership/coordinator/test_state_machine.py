@@ -33,7 +33,7 @@ def test_register_gives_all_members_the_same_list_and_their_own_rank() -> None:
     assert missing(state.register(claim(2), 0.0)) == (0, 1)
     assert missing(state.register(claim(0), 0.1)) == (1,)
     last = state.register(claim(1), 0.2)
-    assert last == Assembly("job", 1, 1, tuple(claim(r).member for r in range(3)), RUN)
+    assert last == Assembly("job", 1, 1, tuple(claim(r).member for r in range(3)), RUN, lease=10.0)
     assert isinstance(last, Assembly)
     assert state.register(claim(2), 0.3) == replace(last, rank=2)
     assert state.outcome(claim(0), 0.3) == replace(last, rank=0)
@@ -132,7 +132,7 @@ def test_leave_after_the_start_keeps_the_assembly() -> None:
     state.register(claim(0, size=1), 0.0)
     assert state.leave(claim(0, size=1).member, 0.0)
     assert isinstance(state.register(claim(0, size=1), 0.1), Assembly)
-    assert reason(state.register(claim(None, "late", size=1), 0.1)) == "all ranks of this job are taken"
+    assert "all its members have left or were lost" in reason(state.register(claim(None, "late", size=1), 0.1))
 
 
 def test_gone_before_the_start_frees_the_place_and_later_keeps_the_assembly() -> None:
@@ -146,9 +146,29 @@ def test_gone_before_the_start_frees_the_place_and_later_keeps_the_assembly() ->
     assert (state.generation, len(state.members)) == (1, 2)
 
 
-def test_static_job_has_one_generation_and_no_leases() -> None:
+@pytest.mark.parametrize(("transport", "lasting"), [("", False), ("auto", True)])
+def test_static_job_silent_member_is_removed_and_returns_with_a_heartbeat(transport: str, lasting: bool) -> None:
+    state = Membership("job", RUN, start=2, lease=5.0, lasting=lasting)
+    for rank in range(2):
+        found = state.register(replace(claim(rank, size=2), transport=transport), 0.0)
+    assert isinstance(found, Assembly)
+    assert found.lease == 5.0
+    for now in range(1, 5):
+        assert state.heartbeat(["worker-0"], float(now)).evicted == ()
+    assert state.due() is not None
+    assert state.heartbeat(["worker-0"], 5.0).evicted == ("worker-1",)
+    assert (state.news().size, state.ended) == (1, False)
+    assert state.heartbeat(["worker-1"], 6.0).evicted == ()
+    assert state.leave(found.members[0], 6.0)
+    pass_time(state, 6.0, 12.0)
+    assert state.ended
+
+
+def test_static_job_has_one_generation_and_no_leases_of_ranks_with_a_data_plane() -> None:
     state = static(1)
-    state.register(claim(0, size=1), 0.0)
+    found = state.register(replace(claim(0, size=1), transport="auto"), 0.0)
+    assert isinstance(found, Assembly)
+    assert found.lease == 0.0
     assert state.due() is None
     pass_time(state, 0.0, 100.0)
     assert state.heartbeat(["worker-0"], 100.0).evicted == ()

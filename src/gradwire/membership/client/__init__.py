@@ -8,5 +8,4 @@ requests              register, leave, heartbeat, checkpoint
 heartbeat_rules       which members of a host a heartbeat names, and in which run; pure
 launcher_heartbeats   one stream of heartbeats for all workers of a host
 worker_lease          heartbeats of a worker without a launcher
-worker_node           `WorkerNode`: a member that brings its own data plane
 """

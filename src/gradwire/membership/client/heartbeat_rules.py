@@ -13,6 +13,15 @@ from gradwire.identity import replaces
 from gradwire.membership.types import News
 
 
+def interval(lease: float, longest: float) -> float:
+    """Return the seconds between two heartbeats, at most `longest`, so that a lease outlasts three lost ones.
+
+    >>> interval(10.0, 1.0), interval(2.0, 1.0), interval(0.0, 1.0)
+    (1.0, 0.5, 1.0)
+    """
+    return min(longest, lease / 4) if lease > 0 else longest
+
+
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """A heartbeat: the members `ids` of `run` are alive, and the processes of those in `gone` have ended.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from gradwire.errors import GradwireError, NoConnection, Refused
 from gradwire.membership.client.grpc_socket import CallFailed
 from gradwire.membership.client.heartbeat_rules import HeartbeatRules
+from gradwire.membership.client.heartbeat_rules import interval as interval_for
 from gradwire.membership.client.session import CoordinatorSession, Secret, pauses_between_tries
 from gradwire.membership.codec import Malformed, news_from_wire, parse
 from gradwire.membership.sealing import WorkerSeal
@@ -19,7 +20,7 @@ from gradwire.security.credentials import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
-INTERVAL = 1.0  # seconds from one heartbeat to the next
+INTERVAL = 1.0  # seconds from one heartbeat to the next, unless the lease is short
 _CONNECT_SECONDS = 2.0  # to connect to the coordinator, before the log reports that it does not answer
 _REPLY_SECONDS = 3.0  # after which a stream without a reply is replaced by a new one
 # Status codes that are not worth a log line: the next try uses single calls, or sends Hello again.
@@ -151,7 +152,8 @@ class Heartbeats:
                 log.warning("the coordinator at %s %s", self._address, not_a_member(news, left_behind, sent.run))
             yield news
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._rules.unconfirmed, self._interval)
+                pause = interval_for(news.lease, self._interval)
+                self._changed.wait_for(lambda: self._closed or self._rules.unconfirmed, pause)
                 if self._closed and not self._rules.unconfirmed:
                     return
 

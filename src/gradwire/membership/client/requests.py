@@ -69,6 +69,7 @@ def register(
     waiting: Callable[[str], None] | None = None,
     seal: WorkerSeal | None = None,
     log_after: float = 5.0,
+    logger: logging.Logger = log,
 ) -> Assembly:
     """Register at the coordinator and wait for the next generation.
 
@@ -76,8 +77,8 @@ def register(
     was in (0: a newcomer), `run` is the run of that generation, and `lost` are the ids of its members that this member
     could not reach. `transport` is what this member can use to exchange data, empty if it brings its own data plane.
     While the member waits, `waiting` is called with the reason whenever the reason changes. The reason is logged after
-    `log_after` seconds, and again each time the waiting time has doubled. A caller that registers again passes the same
-    `seal`, so that the coordinator is already authenticated.
+    `log_after` seconds with `logger`, and again each time the waiting time has doubled. A caller that registers again
+    passes the same `seal`, so that the coordinator is already authenticated.
 
     Raise `NoConnection` if there is no answer, `Refused` with the coordinator's reason, `Timeout` naming the ranks that
     did not register, and `ConfigError` for an invalid address. A call that fails gives up the member's place.
@@ -103,7 +104,7 @@ def register(
         address, secret, timeout, seal=seal, credentials=credentials, largest_reply=largest_reply
     ) as coordinator:
         try:
-            return _wait_for_all(coordinator, claim, waiting, log_after)
+            return _wait_for_all(coordinator, claim, waiting, log_after, logger)
         except NoConnection:  # or `Refused`: there is no place to give up, or no coordinator that could be informed
             raise
         except BaseException:
@@ -233,7 +234,11 @@ def _unregister(coordinator: CoordinatorSession, member: Member, finished: bool 
 
 
 def _wait_for_all(
-    coordinator: CoordinatorSession, claim: Claim, waiting: Callable[[str], None] | None, log_after: float
+    coordinator: CoordinatorSession,
+    claim: Claim,
+    waiting: Callable[[str], None] | None,
+    log_after: float,
+    logger: logging.Logger,
 ) -> Assembly:
     request = claim_to_wire(claim)
     start, last_reason = time.monotonic(), ""
@@ -256,7 +261,7 @@ def _wait_for_all(
             )
         if waited >= log_after:
             if is_lowest_present(claim.member.rank, reply.waiting):  # one line for all ranks that wait
-                log.warning("waited %.0f s at the rendezvous %s: %s", waited, coordinator.address, reason)
+                logger.warning("waited %.0f s at the rendezvous %s: %s", waited, coordinator.address, reason)
             log_after *= 2
         time.sleep(max(0.0, min(reply.waiting.again_after_ms / 1000, coordinator.left)))
 

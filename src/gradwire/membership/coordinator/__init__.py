@@ -11,6 +11,7 @@ roster              the current generation, its returning members and the queue:
 proxy               the public address: forwards the bytes of accepted connections to gRPC
 admission_rules     which claims are valid, and which conflict with other members; pure
 state_machine       `Membership`: claims, deaths and the time in, answers out; pure
+journal_files       where the journal of a job is, and which journals of earlier runs are kept
 call_rules          what each call does: join tokens, heartbeats, the journal before the answer; pure
 servicer            answers gRPC calls: checks proofs and certificates, delays replies
 service             `Coordinator`: starts and stops all of these

@@ -11,6 +11,7 @@ from gradwire.membership.coordinator.roster import Roster
 from gradwire.membership.endpoints import split
 from gradwire.membership.types import LARGEST_JOB, Claim, Member
 
+DEFAULT_LEASE = 10.0  # seconds
 LONGEST_NAME = 128  # characters of an id, host, hostname, address or job
 TRANSPORTS = ("", "auto", "shm", "tcp", "grpc")  # of a claim
 
@@ -25,7 +26,9 @@ class Terms:
     start: int
     minimum: int | None = None
     maximum: int | None = None
-    lease: float = 10.0  # seconds without a heartbeat after which a member is removed
+    lease: float = DEFAULT_LEASE  # seconds without a heartbeat after which a member is removed
+    # The coordinator serves as long as the job runs, so the members of a static job renew leases and leave, too.
+    lasting: bool = False
     settle: float = 0.1  # seconds without a change before a generation forms without members that could still register
     previous_run: bytes = b""  # the run that `run` replaced when the current generation formed, if it did
 
@@ -45,6 +48,11 @@ class Terms:
     @property
     def elastic(self) -> bool:
         return self.minimum is not None or self.maximum is not None
+
+    @property
+    def all_renew(self) -> bool:
+        """Whether every member renews a lease. Otherwise only members without gradwire's data plane do."""
+        return self.elastic or self.lasting
 
     @property
     def smallest(self) -> int:
@@ -215,7 +223,7 @@ def _unfit(claim: Claim, terms: Terms, roster: Roster) -> str | None:
     if uses_data_plane and not claim.transport:
         return (
             f"{claim.member} has no data address, and the members of this job exchange data through gradwire: join it "
-            "with gw.init() or gradwire join. A WorkerNode is for jobs whose members bring their own data plane"
+            "with gw.init() or gradwire join. A WorkerNode is for jobs of worker nodes only"
         )
     if (reason := _other_links(claim, roster)) is not None:
         return reason
@@ -283,6 +291,8 @@ def _no_place(member: Member, terms: Terms, roster: Roster) -> str | None:
         return f"{len(roster.queue)} workers already wait"
     if roster.generation and terms.elastic:
         return None  # the wanted rank only matters for the first generation
+    if roster.generation and not roster.size():
+        return "this job is static, and all its members have left or were lost: start a new coordinator for another run"
     if roster.generation:
         holder = None if member.rank is None else roster.members[member.rank]
         return "all ranks of this job are taken" if holder is None else f"rank {member.rank} is taken by {holder}"

@@ -43,8 +43,10 @@ class CallRules:
         self._calls = itertools.count(1)
 
     def resume(self, snapshot: Mapping[str, Any], now: float) -> None:
-        """Continue from the state in a journal."""
+        """Continue from the state in a journal. The lease is that of this start, not the one in the journal."""
+        terms = self.membership.terms
         self.membership = Membership.restore(snapshot, now)
+        self.membership.terms = replace(self.membership.terms, lease=terms.lease, lasting=terms.lasting)
         self._gate = TokenGate(self.membership.terms.job)
         self._gate.restore(snapshot["tokens"], [member.id for member in self.membership.members])
 

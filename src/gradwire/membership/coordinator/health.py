@@ -1,4 +1,4 @@
-"""Implements the standard health check `grpc.health.v1` for a coordinator.
+"""Implements the standard health check `grpc.health.v1` for a coordinator or a worker.
 
 Its two messages have one field each. On the wire they are identical to protobuf's own wrappers of a string and an
 integer. So no further package is needed, and there is no conflict with the package that an application may use.
@@ -7,7 +7,7 @@ integer. So no further package is needed, and there is no conflict with the pack
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
@@ -21,14 +21,19 @@ _KNOWN = ("", MEMBERSHIP)  # "" is the server as a whole
 
 
 class Health:
-    """Answers `Check` and `Watch`. A caller needs no secret, and learns only whether the coordinator serves.
+    """Answers `Check` and `Watch`. A caller needs no secret, and learns only whether the process serves.
 
-    A connection without a proof of the secret is closed after some seconds, so a watcher must connect again.
+    A coordinator closes a connection without a proof of the secret after some seconds, so its watchers must connect
+    again.
     """
 
-    def __init__(self, most_watchers: int = 16) -> None:
-        """Refuse more than `most_watchers` watchers, because each one occupies a thread of the server."""
+    def __init__(self, most_watchers: int = 16, services: Sequence[str] = _KNOWN) -> None:
+        """Refuse more than `most_watchers` watchers, because each one occupies a thread of the server.
+
+        `services` are the names that callers may ask for.
+        """
         self._most_watchers = most_watchers
+        self._services = tuple(services)
         self._status = NOT_SERVING
         self._changed = threading.Condition()
         self._watchers = 0
@@ -40,7 +45,7 @@ class Health:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Report to watchers that the coordinator no longer serves, and end their calls."""
+        """Report to watchers that the process no longer serves, and end their calls."""
         self.set(False)
         with self._changed:
             self._closed = True
@@ -59,7 +64,7 @@ class Health:
         return grpc.method_handlers_generic_handler(_NAME, methods)
 
     def _check(self, request: StringValue, context: Any) -> Int32Value:
-        if request.value not in _KNOWN:
+        if request.value not in self._services:
             context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
         return Int32Value(value=self._status)
 
@@ -69,7 +74,7 @@ class Health:
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._most_watchers} callers watch already")
             self._watchers += 1
         try:
-            yield from self._statuses(request.value in _KNOWN, context)
+            yield from self._statuses(request.value in self._services, context)
         finally:
             with self._changed:
                 self._watchers -= 1

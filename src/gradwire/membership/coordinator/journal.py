@@ -33,7 +33,7 @@ APPLICATION = 0x47774A6C  # "GwJl"; distinguishes a journal from other SQLite fi
 VERSION = 2
 GENERATIONS_KEPT = 8
 CHANGES_KEPT = 10_000
-_UNDO = "-journal"  # the suffix of SQLite's rollback file, with which it undoes an incomplete transaction
+UNDO = "-journal"  # the suffix of SQLite's rollback file, with which it undoes an incomplete transaction
 
 _SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
@@ -73,6 +73,7 @@ class Journal:
         with self._explained():
             if not path.exists():
                 _create(path)
+            self._inode = path.stat().st_ino
             self._db = sqlite3.connect(
                 f"{path.resolve().as_uri()}?mode=rw", uri=True, timeout=0, isolation_level=None, check_same_thread=False
             )
@@ -151,6 +152,8 @@ class Journal:
         self._db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
         self._db.execute("BEGIN EXCLUSIVE")  # in locking mode EXCLUSIVE the lock is kept after the transaction
         self._db.execute("COMMIT")
+        if not self.path.exists() or self.path.stat().st_ino != self._inode:  # moved before this process locked it
+            raise self._error(_MEANING[sqlite3.SQLITE_BUSY])
         (found,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if found != "ok":
             raise self._error(f"{_MEANING[sqlite3.SQLITE_CORRUPT]} ({found})")
@@ -208,7 +211,12 @@ class Journal:
 
 
 def set_aside(path: Path, folder: Path, *, timeout: float = 10.0) -> Path | None:
-    """Move the journal of an earlier run into a folder, and return its new path; None if there is no journal.
+    """Move the journal of an earlier run into a folder, and return its new path; None if there is no journal."""
+    return move_aside(path, folder / path.name, timeout=timeout)
+
+
+def move_aside(path: Path, moved: Path, *, timeout: float = 10.0) -> Path | None:
+    """Move the journal of an earlier run to another path, and return that path; None if there is no journal.
 
     The new journal stores the id of the earlier run, so that the id of the new run is greater even if the clock was set
     back. A coordinator that still uses the journal has `timeout` seconds to close it, because it could otherwise write
@@ -222,25 +230,32 @@ def set_aside(path: Path, folder: Path, *, timeout: float = 10.0) -> Path | None
             sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, timeout=timeout, isolation_level=None)
         ) as db:
             db.execute("BEGIN EXCLUSIVE")  # also rolls back an incomplete transaction of a killed coordinator
-            db.execute("COMMIT")
             run = _run_in(db)
+            _rename(path, moved)  # under the lock: another coordinator must not begin to use the file before
+            db.execute("COMMIT")
     except sqlite3.Error as error:
         if (getattr(error, "sqlite_errorcode", 0) & 0xFF) == sqlite3.SQLITE_BUSY:
             raise JournalError(f"the coordinator's journal {path}: {_MEANING[sqlite3.SQLITE_BUSY]}") from error
-    moved = folder / path.name
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(f"{path}{_UNDO}", f"{moved}{_UNDO}")
-        os.replace(path, moved)
-    except OSError as error:
-        reason = error.strerror or error
-        raise JournalError(f"the coordinator's journal {path} cannot be moved to {folder}: {reason}") from error
+        _rename(path, moved)
     if run:
         try:
             _create(path, run)
         except (sqlite3.Error, OSError) as error:
             raise JournalError(f"a new coordinator's journal {path} cannot be created: {error}") from error
     return moved
+
+
+def _rename(path: Path, moved: Path) -> None:
+    undo = Path(f"{path}{UNDO}")
+    try:
+        if undo.exists() and not undo.stat().st_size:  # there is nothing to undo
+            undo.unlink()
+        if undo.exists():
+            os.replace(undo, f"{moved}{UNDO}")
+        os.replace(path, moved)
+    except OSError as error:
+        reason = error.strerror or error
+        raise JournalError(f"the coordinator's journal {path} cannot be moved to {moved}: {reason}") from error
 
 
 def _run_in(db: sqlite3.Connection) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from gradwire.errors import ConfigError, JournalError, TransportError
 from gradwire.identity import new_run
+from gradwire.membership.coordinator.admission_rules import DEFAULT_LEASE
 from gradwire.membership.coordinator.connection_limits import Limits
 from gradwire.membership.coordinator.health import Health
 from gradwire.membership.coordinator.proxy import ConnectionProxy
@@ -33,6 +34,7 @@ from gradwire.security.credentials import Credentials
 
 log = logging.getLogger("gradwire.membership")
 
+LEAST_LEASE, MOST_LEASE = 0.5, 86_400.0  # seconds
 _LIMITS = Limits()
 _CALLS = 8  # concurrent calls on one connection
 _OPTIONS = [
@@ -49,7 +51,7 @@ class Coordinator:
 
     The first generation has `size` members. With a `minimum` or a `maximum` the job is elastic: it continues after
     losses, and further members may join. With a `journal`, a coordinator that is restarted on the same file continues
-    where the previous one ended.
+    where the previous one ended, with the `lease` that it is given.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class Coordinator:
         maximum: int | None = None,
         journal: Path | None = None,
         durable: bool = True,
+        retire: Callable[[Path], None] = lambda path: None,
         credentials: Credentials | None = None,
-        lease: float = 10.0,
+        lease: float = DEFAULT_LEASE,
+        lasting: bool = False,
         failed: Callable[[JournalError], None] = lambda error: None,
         limits: Limits = _LIMITS,
     ) -> None:
@@ -74,7 +78,11 @@ class Coordinator:
 
         `failed` is called once if the journal cannot be written. After that no call is answered any more. Without
         `durable`, the journal is not flushed to the disk: it survives a crash of the coordinator, but perhaps not one
-        of the machine. `limits` are the limits of connections.
+        of the machine. `retire` is called with the journal's path before it is opened and after it is closed, so that
+        it can move the journal of an ended job aside. A member that sends no heartbeat for `lease` seconds is removed,
+        and the others are told.
+        `lasting`: the coordinator serves until the job ends, so the members of a static job send heartbeats, too.
+        `limits` are the limits of connections.
         """
         self._host, self._port = host, port
         self._insecure = insecure
@@ -83,7 +91,11 @@ class Coordinator:
         if credentials is not None and job not in (None, credentials.job):
             raise ConfigError(f"the certificate is for job {credentials.job}, and this is job {job}")
         name = job or (credentials.job if credentials is not None else secrets.token_hex(8))
-        membership = Membership(name, new_run(), start=size, minimum=minimum, maximum=maximum, lease=lease)
+        if not LEAST_LEASE <= lease <= MOST_LEASE:
+            raise ConfigError(f"a lease has {LEAST_LEASE:g} to {MOST_LEASE:g} seconds, not {lease:g}")
+        membership = Membership(
+            name, new_run(), start=size, minimum=minimum, maximum=maximum, lease=lease, lasting=lasting
+        )
         self._health = Health()
         self._report_failure = failed
         self._limits = limits
@@ -97,6 +109,8 @@ class Coordinator:
         )
         self._named = job is not None or credentials is not None
         self._journal_file, self._durable, self._journal = journal, durable, contextlib.ExitStack()
+        self._retire = retire
+        self._resumed = False
         self._server: Any = None
         self._pid = 0
 
@@ -114,6 +128,16 @@ class Coordinator:
     def run(self) -> bytes:
         """The id of this run of the job. With a journal it stays the same after a restart."""
         return self._servicer.membership.terms.run
+
+    @property
+    def resumed(self) -> str:
+        """What the coordinator resumed from its journal, for messages; empty if it began a new run."""
+        membership = self._servicer.membership
+        if not self._resumed:
+            return ""
+        members = membership.roster.size()
+        what = f"run {self.run.hex()} at generation {membership.generation}"
+        return f"{what} with {members} {'member' if members == 1 else 'members'}"
 
     def start(self) -> None:
         """Start listening. When this returns, workers can register."""
@@ -139,7 +163,9 @@ class Coordinator:
         from gradwire.membership.coordinator.journal import Journal  # loads SQLite
 
         name = self.job
-        self._servicer.resume(self._journal.enter_context(Journal(self._journal_file, durable=self._durable)))
+        self._retire(self._journal_file)
+        journal = self._journal.enter_context(Journal(self._journal_file, durable=self._durable))
+        self._resumed = self._servicer.resume(journal)
         if self._named and self.job != name:
             raise ConfigError(f"the journal {self._journal_file} belongs to job {self.job}, and this is job {name}")
 
@@ -181,6 +207,9 @@ class Coordinator:
         self._proxy.close()
         self._pool.shutdown()
         self._journal.close()
+        if self._journal_file is not None:
+            with contextlib.suppress(JournalError):  # the next start tries again, and reports what is wrong
+                self._retire(self._journal_file)
 
     def cut_off(self) -> None:
         """Close the address and all connections without a last answer, as a crash would. For tests."""

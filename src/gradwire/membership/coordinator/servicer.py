@@ -155,8 +155,8 @@ class CoordinatorServicer(rpc.MembershipServicer):
 
     # -- what the server does
 
-    def resume(self, journal: Journal) -> None:
-        """Continue from the state in a journal, if it has any, and write to it from now on."""
+    def resume(self, journal: Journal) -> bool:
+        """Continue from the state in a journal, if it has any, and write to it from now on. Return whether it has."""
         snapshot = journal.load()
         if snapshot is None:
             self.membership.terms = replace(self.membership.terms, run=new_run(after=journal.earlier_run()))
@@ -167,6 +167,7 @@ class CoordinatorServicer(rpc.MembershipServicer):
             members = len(self.membership.members)
             log.info("resumed from %s: generation %d, %d members", journal.path, self.membership.generation, members)
         self._journal = journal
+        return snapshot is not None
 
     def keep_time(self) -> None:
         """Call `tick` when the membership is due, and cancel streams without heartbeats. Returns after `close`."""
@@ -354,7 +355,7 @@ def _check_terms(snapshot: Mapping[str, Any], terms: Terms, journal: Journal) ->
         if here != there:
             raise ConfigError(
                 f"the journal {journal.path} belongs to a job whose {what} size is {there}, not {here}: "
-                "use the same sizes as before, or name another file"
+                "use the same sizes as before, or begin a new run with another file or with --new"
             )
 
 

@@ -6,7 +6,8 @@
 
 A waiting process keeps its place by repeating its claim. A place without a claim for `LAPSE` seconds is freed, and a
 place that is held is never given to another process. The first generation forms when `start` members have registered.
-A static job has only this generation: its members may ask for it again, and all others are refused.
+A static job has only this generation: its members may ask for it again, and all others are refused. Its members renew
+leases if they have no data plane of gradwire, or if the coordinator lasts as long as the job.
 
 An elastic job can have more generations. A member of the current generation that registers for a newer one is
 *returning*. All other waiting processes are in the *queue*. The next generation forms when each member of the current
@@ -26,7 +27,7 @@ from typing import Any
 
 from gradwire.identity import next_run, replaces
 from gradwire.membership.coordinator import admission_rules
-from gradwire.membership.coordinator.admission_rules import Terms
+from gradwire.membership.coordinator.admission_rules import DEFAULT_LEASE, Terms
 from gradwire.membership.coordinator.checkpoints import Checkpoints
 from gradwire.membership.coordinator.clock import Clock
 from gradwire.membership.coordinator.election import cut_off, initial_order, missing
@@ -53,10 +54,13 @@ class Membership:
         start: int,
         minimum: int | None = None,
         maximum: int | None = None,
-        lease: float = 10.0,
+        lease: float = DEFAULT_LEASE,
+        lasting: bool = False,
         settle: float = 0.1,
     ) -> None:
-        self.terms = Terms(job, run, start=start, minimum=minimum, maximum=maximum, lease=lease, settle=settle)
+        self.terms = Terms(
+            job, run, start=start, minimum=minimum, maximum=maximum, lease=lease, lasting=lasting, settle=settle
+        )
         self._clock = Clock()
         self._roster = Roster(self._clock)
         self._checkpoints = Checkpoints()
@@ -77,6 +81,22 @@ class Membership:
     def roster(self) -> Roster:
         """Where each member is. Callers must not change it."""
         return self._roster
+
+    @property
+    def finished(self) -> bool:
+        """Whether a member has reported that all work is done."""
+        return self._finished
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has had a generation and no process can continue it.
+
+        All members have left or are lost, and none waits. In an elastic job a member that is only silent or unreachable
+        may return with the training state, so the job has not ended.
+        """
+        roster = self._roster
+        may_return = self.terms.elastic and (roster.maybe_alive() or roster.dropped)
+        return roster.generation > 0 and not roster.size() and not self.waiting and not may_return
 
     @property
     def waiting(self) -> int:
@@ -109,7 +129,10 @@ class Membership:
             roster.mark_alive(name)
             rank, terms = record.member.rank or 0, self.terms
             previous = claim.run if replaces(terms.run, claim.run) else terms.previous_run
-            return Assembly(terms.job, roster.generation, rank, roster.members, terms.run, previous_run=previous)
+            lease = terms.lease if terms.all_renew or not record.transport else 0.0
+            return Assembly(
+                terms.job, roster.generation, rank, roster.members, terms.run, previous_run=previous, lease=lease
+            )
         if self._stopped is not None:
             place = roster.place(name)
             if place is not None and place.claim.session == claim.session:
@@ -193,7 +216,8 @@ class Membership:
         evicted = tuple(name for name, cause in roster.removed.items() if cause != "left")
         epoch = self._checkpoints.epoch
         size, run = roster.size(), self.terms.run
-        return News(roster.generation, joiners, evicted, epoch, roster.over, size, self._finished, run)
+        lease = self.terms.lease
+        return News(roster.generation, joiners, evicted, epoch, roster.over, size, self._finished, run, lease=lease)
 
     def start_checkpoint(self, epoch: int, name: str, now: float) -> CheckpointStatus | Refusal:
         """Begin the checkpoint of `epoch` for a member, or return its progress if it has begun."""
@@ -227,7 +251,7 @@ class Membership:
     def due(self) -> float | None:
         """Return the time by which `tick` must be called; None if no decision depends on the time."""
         roster = self._roster
-        if not (self.waiting or (self.terms.elastic and roster.generation)):
+        if not (self.waiting or (roster.generation and self._renewing)):
             return None
         deadlines = [roster.last_arrival + NEWCOMER_SECONDS, self._ready_at(), *roster.backoff_ends()]
         ahead = [deadline for deadline in deadlines if not self._clock.reached(deadline)]
@@ -236,9 +260,14 @@ class Membership:
     def _advance(self, now: float) -> None:
         self._clock.advance(now)
         self._roster.drop_lapsed()
-        if self.terms.elastic:
+        if self._renewing:
             for name in self._roster.silent(self.terms.lease):
                 self._roster.remove(name, "silent")
+
+    @property
+    def _renewing(self) -> bool:
+        """Whether the members of the current generation renew leases: all of them do, or none."""
+        return self.terms.all_renew or self._roster.uses_data_plane is False
 
     # -- the next generation
 

@@ -6,9 +6,10 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Assembly(_message.Message):
-    __slots__ = ["generation", "job", "link_key", "members", "previous_run", "rank", "run"]
+    __slots__ = ["generation", "job", "lease_ms", "link_key", "members", "previous_run", "rank", "run"]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     LINK_KEY_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_RUN_FIELD_NUMBER: _ClassVar[int]
@@ -16,12 +17,13 @@ class Assembly(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     generation: int
     job: str
+    lease_ms: int
     link_key: bytes
     members: _containers.RepeatedCompositeFieldContainer[Member]
     previous_run: bytes
     rank: int
     run: bytes
-    def __init__(self, job: _Optional[str] = ..., run: _Optional[bytes] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., link_key: _Optional[bytes] = ..., previous_run: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., run: _Optional[bytes] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., link_key: _Optional[bytes] = ..., previous_run: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
     __slots__ = ["complete", "epoch", "waiting_count", "waiting_for"]
@@ -98,12 +100,13 @@ class Member(_message.Message):
     def __init__(self, id: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., hostname: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., started: _Optional[int] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ["checkpoint", "evicted", "finished", "generation", "joiners", "over", "run", "size", "unknown"]
+    __slots__ = ["checkpoint", "evicted", "finished", "generation", "joiners", "lease_ms", "over", "run", "size", "unknown"]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     JOINERS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -113,11 +116,12 @@ class News(_message.Message):
     finished: bool
     generation: int
     joiners: int
+    lease_ms: int
     over: bool
     run: bytes
     size: int
     unknown: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ..., finished: bool = ..., run: _Optional[bytes] = ..., unknown: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., joiners: _Optional[int] = ..., evicted: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[int] = ..., over: bool = ..., size: _Optional[int] = ..., finished: bool = ..., run: _Optional[bytes] = ..., unknown: _Optional[_Iterable[str]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ["finished", "other_run", "reason"]

@@ -15,8 +15,8 @@ from gradwire.host import machine
 from gradwire.job import config_file, init
 from gradwire.job.address import Address
 from gradwire.job.config import INSECURE, TRANSPORT, resolve
+from gradwire.job.data_links import HOST
 from gradwire.job.environments.torchrun import HOST as MASTER
-from gradwire.job.member_session import HOST
 from gradwire.security import credentials
 from gradwire.wire import fingerprint
 

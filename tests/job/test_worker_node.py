@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 import gradwire as gw
-from gradwire.membership.client.requests import heartbeat
+from gradwire.membership.client.requests import heartbeat, register
 from gradwire.membership.coordinator.service import Coordinator
-from gradwire.membership.types import News
+from gradwire.membership.types import Member, News
 from support import tls_files
+from support.captured_log import CapturedLog
+from support.coordinators import captured_fixture as captured_fixture
+from support.coordinators import serve_fixture as serve_fixture
 from support.membership_claims import SECRET
 
 Serve = Callable[..., Coordinator]
@@ -98,6 +101,24 @@ def test_worker_node_keeps_its_lease_and_follows_generations(serve: Serve, make:
     while told.get(timeout=30).generation != 2:
         pass
     assert node.healthy(30)
+
+
+def test_worker_node_of_a_static_job_is_told_that_a_silent_member_was_removed(
+    serve: Serve, make: Make, captured: CapturedLog
+) -> None:
+    coordinator = serve(2, lease=1.0)
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    node = make(coordinator, "node", on_news=told.put)
+    silent = Member("silent", None, "machine", "host", os.getpid(), "")
+    together(
+        node.start,
+        lambda: register(coordinator.address, silent, size=2, secret=SECRET, job=None, timeout=30.0),
+    )
+    while told.get(timeout=30).evicted != ("silent",):
+        pass
+    captured.wait_for("removed silent from generation 1: it died, sent no heartbeat or was unreachable")
+    assert node.healthy(30)
+    assert told.get(timeout=30).size == 1, "the node renews its own lease four times in that second"
 
 
 def test_worker_node_that_was_evicted_is_not_healthy(serve: Serve, make: Make) -> None:
