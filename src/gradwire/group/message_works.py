@@ -125,7 +125,7 @@ class SendWork(MessageWork):
         self._done.wait(seconds)  # the delivery thread sends the message, because that may take longer than a timeout
 
     def _log_if_slow(self, slow_wait: SlowWait) -> None:
-        waits = f"for isend of a long message to rank {self._dst}, which has not received it"
+        waits = f"for isend to rank {self._dst}, which has not called recv"
         self._messages.log_if_slow(slow_wait, waits, lambda: self._messages.explain_slow_send(self._dst))
 
 

@@ -171,7 +171,7 @@ class Sender(MessageEndpoint):
                     return
                 mailbox.changed.wait(pause(now, deadline, slow_wait))
             self.check_reachable(dst, operation)
-            waits = f"in {operation} of a long message to rank {dst}, which has not received it"
+            waits = f"in {operation} to rank {dst}, which has not called recv"
             self.log_if_slow(slow_wait, waits, lambda: self.explain_slow_send(dst))
 
     def explain_slow_send(self, dst: int) -> str:
