@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import re
 import threading
 import time
@@ -224,6 +225,18 @@ def test_output_screen_that_is_gone_is_given_up() -> None:
     screen.show("0", ERR, ["three"])
     assert err.getvalue() == "[0] three\n"
     gone.close()  # without an error, as when the interpreter ends: nothing is left in its buffer
+
+
+def test_output_terminal_that_is_gone_does_not_keep_the_job_from_ending() -> None:
+    terminal, screen = pty.openpty()
+    with open(screen, "w", buffering=1) as gone:
+        output = Output(out=gone, err=gone)
+        os.close(terminal)
+        with output.pipes("0", "rank-0.log") as (pipe, *_):
+            os.write(pipe, b"to nobody\n")
+        output.start()
+        assert output.close(LONG)
+        assert output.tail("0") == ["to nobody"]
 
 
 def test_output_screen_without_unicode_shows_escapes() -> None:

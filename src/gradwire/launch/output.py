@@ -118,9 +118,10 @@ class Output:
             self._wake()
         if self._thread is not None:
             self._thread.join(timeout)
-        elif not self._released:
+            return not self._thread.is_alive()
+        if not self._released:
             self._release()
-        return self._released
+        return True
 
     def tail(self, label: str, timeout: float = 0.0) -> list[str]:
         """Return the last lines that a worker printed; wait up to `timeout` for the end of its streams."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import shutil
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 OUT, ERR = 0, 1  # the stream that a line was written to, and is shown on
 _ERASE = "\r\x1b[2K"
@@ -72,7 +74,7 @@ class Screen:
             stream.flush()
         except (OSError, ValueError) as error:  # ValueError: the program has closed the stream
             self._streams[number] = None
-            if isinstance(error, BrokenPipeError):
+            if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
                 _drain(stream)
 
 
@@ -93,10 +95,12 @@ def _coloured(label: str, stream: TextIO) -> str:
     from rich.console import Console
 
     style = _COLOURS[int(label) % len(_COLOURS)] if label.isdecimal() else "dim"
-    console = Console(file=stream)  # respects NO_COLOR and the capabilities of the terminal
-    with console.capture() as capture:
-        console.print(f"[{label}] ", style=style, end="", markup=False, highlight=False)
-    return capture.get()
+    found = Console(file=stream)  # respects NO_COLOR and the capabilities of the terminal
+    text = io.StringIO()  # not the stream itself: rich would write to it, and the terminal may be gone
+    system: Any = found.color_system
+    console = Console(file=text, force_terminal=True, color_system=system, no_color=found.no_color)
+    console.print(f"[{label}] ", style=style, end="", markup=False, highlight=False)
+    return text.getvalue()
 
 
 def _closed(line: str) -> str:
