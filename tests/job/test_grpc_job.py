@@ -177,12 +177,15 @@ def test_grpc_rank_in_a_job_of_another_transport_is_refused_with_both_names(job:
         return {**environ(rank), "GRADWIRE_TRANSPORT": ("auto", "grpc")[rank]}
 
     with job(joins, 2, environ=of) as ranks:
-        texts: list[str] = []
+        texts: dict[int, str] = {}  # a rank that has sent its error ends, and nothing more can be received from it
 
         def refused() -> bool:
-            texts.extend(str(rank.receive()["text"]) for rank in ranks if not rank.silent())
+            for rank in ranks:
+                if rank.number not in texts and not rank.silent():
+                    texts[rank.number] = str(rank.receive()["text"])
             return any(
-                re.search(r"uses transport '(auto|grpc)', and .* uses '(auto|grpc)': either all", t) for t in texts
+                re.search(r"uses transport '(auto|grpc)', and .* uses '(auto|grpc)': either all", t)
+                for t in texts.values()
             )
 
         assert eventually(refused), texts  # the rank that registered last
