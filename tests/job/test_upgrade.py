@@ -43,6 +43,7 @@ class Command:
         self.path = folder / f"output-{len(list(folder.glob('output-*')))}.txt"
         command = [sys.executable, "-m", "gradwire", *arguments]
         environ = version.environ | {"TMPDIR": str(folder), "GRADWIRE_JOB": JOB, "XDG_RUNTIME_DIR": str(folder)}
+        environ["XDG_STATE_HOME"] = str(folder)  # of the coordinator's journal
         with self.path.open("wb") as output:
             self.process = subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=output)
 
@@ -74,8 +75,9 @@ class Cluster:
 
     def coordinator(self, version: Version) -> Command:
         started = self._start(version, "coordinator", "--size", "2", "--min", "1", "--max", "4")
-        assert eventually(lambda: " at " in started.text), started.text
-        self.address = started.text.splitlines()[0].rpartition(" at ")[2]
+        # The address is the word after "at", in all versions.
+        assert eventually(lambda: re.search(r" at \S+.*\n", started.text) is not None), started.text
+        self.address = started.text.partition(" at ")[2].split()[0]
         return started
 
     def join(self, version: Version, workers: int = 1) -> Command:
