@@ -92,7 +92,7 @@ def run_benchmark(folder: Path, options: argparse.Namespace) -> int:
             names_of_files = {"--tls-ca": "ca.pem", "--tls-cert": "coordinator.pem", "--tls-key": "coordinator.key"}
             command += [word for option, file in names_of_files.items() for word in (option, str(folder / file))]
         coordinator = start([*command, "--size", size, "--min", "1", "--max", size], ending)
-        address = first_line(coordinator).rpartition(" ")[2]
+        address = first_line(coordinator).partition(" at ")[2].split()[0]
         print(f"{size} members on {options.hosts} hosts at 1 Hz, for {options.seconds:g} s")
         if options.strangers:
             first_line(start([sys.executable, __file__, *sys.argv[1:], "--attack", address], ending))
