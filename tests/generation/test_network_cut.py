@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import threading
@@ -97,7 +98,8 @@ def test_network_cut_raises_peer_lost_on_both_sides_for_the_lowest_remote_rank(
             report = rank.receive()
             beyond = 2 if rank.number < 2 else 0
             assert (report["error"], report["culprit"]) == ("PeerLost", beyond), report["text"]
-            assert f"the network to rank {beyond} drops packets" in report["text"]
+            # On a busy machine the limit can pass before the kernel knows of a packet that was not acknowledged.
+            assert re.search(rf"the network to rank {beyond} drops packets|has been silent for", report["text"])
             assert report["at"] - began > TIMEOUT - POLL_SECONDS, report["text"]
 
 
