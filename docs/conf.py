@@ -24,7 +24,8 @@ include_patterns = ["*.md", "docs/*.md", "docs/*/*.md", "examples/**.md", "bench
 exclude_patterns = [".*", "build", "dist", "native", "src", "tests"]
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!gradwire).*"),  # other projects' names are not linked: the build works offline
-    (r"py:class", r"gradwire\..*\.([A-Z]|HasGroup|settings\.Setting|bucket_reduction\.Compression)"),  # type variables, protocols, an internal type
+    # Type variables, protocols and internal types.
+    (r"py:class", r"gradwire\..*\.([A-Z]|HasGroup|settings\.Setting|bucket_reduction\.Compression)"),
 ]
 
 myst_enable_extensions = ["deflist"]  # for the options of commands
