@@ -98,7 +98,7 @@ def test_network_cut_raises_peer_lost_on_both_sides_for_the_lowest_remote_rank(
             report = rank.receive()
             beyond = 2 if rank.number < 2 else 0
             assert (report["error"], report["culprit"]) == ("PeerLost", beyond), report["text"]
-            # On a busy machine the limit can pass before the kernel knows of a packet that was not acknowledged.
+            # Either reason is true of a cut. Which of them is found first was seen to differ between runs.
             assert re.search(rf"the network to rank {beyond} drops packets|has been silent for", report["text"])
             assert report["at"] - began > TIMEOUT - POLL_SECONDS, report["text"]
 
