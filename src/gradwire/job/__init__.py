@@ -1,6 +1,8 @@
 """Configure this process, join the job and follow it from one generation to the next.
 
 environments       reads the variables of each launcher
+stop_notices       the pipe through which a worker reports to its launcher that a signal stops its job
+stop_signals       records the signals that stop a job, so that a run can leave after a whole step
 process_hooks      closes groups when this process exits, and drops their links in a forked child
 address            `Address`: checked text of the form "host:port"
 session_protocol   decides how a member enters the next generation, without I/O and without a clock
