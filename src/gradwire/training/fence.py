@@ -65,50 +65,63 @@ class Fence:
                 files are left unchanged.
         """
         target = Path(path)
-        with _locked(target.with_name(target.name + _SUFFIX)) as record:
-            written = _read(record)
+        with locked_record(target.with_name(target.name + _SUFFIX)) as record:
+            written = max(record.fences(), default=None)
             if written is not None and written > self:
                 raise Fenced(
                     f"{target} was written by generation {written.generation} of run {written.run.hex()}, which is "
                     f"later than generation {self.generation} of run {self.run.hex()}: the file was not replaced"
                 )
             if written != self:
-                _append(record, self)  # before the file is replaced, so that an earlier writer is refused from now on
+                record.append(self)  # before the file is replaced, so that an earlier writer is refused from now on
             os.replace(draft, target)
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class FenceRecord:
+    """A file with one fence per line, open for reading and appending."""
+
+    descriptor: int
+
+    def fences(self) -> list[Fence]:
+        """Return the fences in the order of their lines. Incomplete lines are ignored."""
+        os.lseek(self.descriptor, 0, os.SEEK_SET)
+        with os.fdopen(os.dup(self.descriptor), "rb") as record:
+            return parse_fences(record.read())
+
+    def append(self, fence: Fence) -> None:
+        """Add a line and flush it to the disk."""
+        line = f"\n{fence}\n".encode()  # the first newline ends an incomplete line that a crash may have left
+        if os.write(self.descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(self.descriptor)
+
+
+def parse_fences(data: bytes) -> list[Fence]:
+    """Return the fences of a record's complete lines, in order."""
+    fences = []
+    for line in data.splitlines():
+        with contextlib.suppress(ConfigError):
+            fences.append(Fence.parse(line.decode("ascii", "replace").strip()))
+    return fences
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def locked_record(path: Path) -> Iterator[FenceRecord]:
+    """Open or create a record of fences, and lock it until the block ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
+        yield FenceRecord(descriptor)
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile shares the lock
         os.close(descriptor)
 
 
-def _read(descriptor: int) -> Fence | None:
-    """Return the greatest fence in the record, or None if there is none. Incomplete lines are ignored."""
-    fences = []
-    with os.fdopen(os.dup(descriptor), "rb") as record:
-        record.seek(0)
-        for line in record:
-            with contextlib.suppress(ConfigError):
-                fences.append(Fence.parse(line.decode("ascii", "replace").strip()))
-    return max(fences, default=None)
-
-
-def _append(descriptor: int, fence: Fence) -> None:
-    line = f"\n{fence}\n".encode()  # the first newline ends an incomplete line that a crash may have left
-    if os.write(descriptor, line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.fsync(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, so that a renamed or new file survives a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
