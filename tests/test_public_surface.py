@@ -44,6 +44,7 @@ EXPECTED = {
     "Aborted",
     "ArrayError",
     "Broken",
+    "CheckpointError",
     "Closed",
     "CollectiveMismatch",
     "ConfigError",

@@ -16,6 +16,7 @@
     ├── TransportError (OSError)            an input or output operation of the operating system failed
     ├── WorkerFailed                        a launched process failed
     ├── JournalError                        the coordinator's journal cannot be read or written
+    ├── CheckpointError (OSError)           a checkpoint cannot be written or read
     ├── Fenced                              a later run or generation has already written this file
     ├── StateLost                           no intact copy of the training state is left
     ├── NotFinite (ArithmeticError)         a rank's gradient is NaN or infinite; all ranks raise it and can continue
@@ -158,6 +159,13 @@ class JournalError(GradwireError):
     """The coordinator's journal is damaged, has another version, or cannot be written. The journal was not changed."""
 
 
+class CheckpointError(GradwireError, OSError):
+    """A checkpoint cannot be written or read; the message names the file and gives the reason.
+
+    The cause of the error is the `OSError` of the operating system, if there was one.
+    """
+
+
 class Fenced(GradwireError):
     """A later run or generation has written the file: its fence is greater than the one of this process."""
 
@@ -165,8 +173,13 @@ class Fenced(GradwireError):
 class StateLost(GradwireError):
     """No remaining rank has an intact copy of the state, or a copy arrived damaged; the message says which.
 
-    A run does not return to a checkpoint by itself: start the job again, from a checkpoint that the program wrote.
+    A running job does not return to a checkpoint. Start it again: it continues from the last complete checkpoint of the
+    folder that was passed to `gw.elastic`. `checkpoint` is the path of that checkpoint, or None.
     """
+
+    def __init__(self, message: str = "", *, checkpoint: str | None = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.checkpoint = checkpoint
 
 
 class NotFinite(GradwireError, ArithmeticError):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import gradwire as gw
-from gradwire.training.step_protocol import Pause, StepProtocol, Steps
+from gradwire.training.step_protocol import StepProtocol
+from gradwire.training.step_requests import Pause, Steps
 from support.ranks import run_ranks
 
 

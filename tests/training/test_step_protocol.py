@@ -9,14 +9,14 @@ import pytest
 
 from gradwire.errors import Broken, ConfigError, PeerLost, ReplicasDiverged, StateLost
 from gradwire.training.commit_rules import Settlement
-from gradwire.training.step_protocol import (
+from gradwire.training.step_protocol import StepProtocol
+from gradwire.training.step_requests import (
     Gather,
     GatherDigests,
     HandOver,
     NextGeneration,
     Pause,
     Request,
-    StepProtocol,
     Steps,
     Vote,
 )
@@ -78,6 +78,7 @@ class Rank:
         self.state = state
         self.protocol = StepProtocol(self, min_size)
         self.runs = 1
+        self.stop = 0
         self.events: list[str] = []
 
     @property
@@ -103,6 +104,12 @@ class Rank:
 
     def others_wait(self) -> bool:
         return False
+
+    def stop_wanted(self) -> int:
+        return self.stop
+
+    def last_checkpoint(self) -> str:
+        return ""
 
     def can_recover(self, error: Broken) -> bool:
         return True

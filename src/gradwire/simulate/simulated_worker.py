@@ -28,9 +28,10 @@ from gradwire.simulate.scenario import Scenario
 from gradwire.simulate.time import Clock, Timeline
 from gradwire.simulate.toy_training import applied, beginning, digest, gradient
 from gradwire.simulate.worker_profile import Profile
-from gradwire.training import step_protocol
+from gradwire.training import step_requests
 from gradwire.training.commit_rules import NONE, Settlement, has_joiners
-from gradwire.training.step_protocol import Gather, GatherDigests, HandOver, NextGeneration, Pause, StepProtocol, Vote
+from gradwire.training.step_protocol import StepProtocol
+from gradwire.training.step_requests import Gather, GatherDigests, HandOver, NextGeneration, Pause, Vote
 
 LEASE_SECONDS = 1.0  # between two renewals of a lease
 NORMAL = Profile()
@@ -245,10 +246,10 @@ class Worker(Listener):
 
     # -- requests of the step protocol --------------------------------------------------------------------------------
 
-    def _follow(self, steps: step_protocol.Steps) -> Program:
+    def _follow(self, steps: step_requests.Steps) -> Program:
         yield from drive(steps, self._perform)
 
-    def _perform(self, request: step_protocol.Request) -> Program:
+    def _perform(self, request: step_requests.Request) -> Program:
         match request:
             case Vote(ballot):
                 yield from self.rank.calls.run("all_reduce", self._job.scenario.vote_algorithm, ballot, ballot, "max")
@@ -344,6 +345,12 @@ class _Replica:
 
     def others_wait(self) -> bool:
         return self._worker.ends_generation()
+
+    def stop_wanted(self) -> int:
+        return 0
+
+    def last_checkpoint(self) -> str:
+        return ""
 
     def can_recover(self, error: Broken) -> bool:
         return True

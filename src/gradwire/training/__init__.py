@@ -6,7 +6,9 @@ agreement_check   compares the names, shapes and settings of all ranks before th
 finite            finds NaN and infinite values
 sampler           `Sampler`: assigns samples to ranks
 fence             `Fence`: orders the writers of checkpoints
+companions        plain values of gradwire's own objects that belong to a replicated state
 state             replicated state as a JSON description and a list of arrays
+checkpoints       the files of checkpoints: writing, listing, reading and removing them
 commit_rules      rules: when a step is committed, and which state survives a failure (no I/O, no clock)
 bucket_writer     copies gradients into buckets
 buckets           packs gradients into flat arrays
@@ -18,7 +20,11 @@ transfer          copies the state of one rank to other ranks
 weights           means weighted by the number of samples
 bucket_reduction  averages one bucket over all ranks
 backward          one backward pass: completed gradients, started reductions, and the final vote
+step_requests     the requests of the step protocol, which all ranks perform together
+checkpoint_protocol  protocol: when all ranks copy their state, when a checkpoint is complete (no I/O, no clock)
 step_protocol     protocol: the vote after each step, and the agreement in a new generation (no I/O, no clock)
+checkpoint_saver  copies a rank's share of the state, writes it in a thread, loads the newest checkpoint
+replica           connects the step protocol to a group, a state and checkpoints
 elastic           `gw.elastic`: training that survives lost ranks and admits new ones
 gradients         `GradientSync`: reduces buckets while backward runs
 """

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gradwire.membership.types import News
 
 NONE = -1  # no step is completed
+REQUESTED = 1  # a stop that a program asked for; smaller than the number of every signal that stops a run
 _POSITIVE = (1 << 62) - 1  # mask: both x and -x of the result fit into an int64
 
 
@@ -44,6 +45,8 @@ class Standing:
     digest: str = ""  # of its state now
     intact: bool = True  # whether its state is still that of the completed step
     run: int = 1  # how many elastic runs its process has begun in this job
+    stop: int = 0  # the signal or request that stops the run, 0 if none is known to the rank
+    saving: str = ""  # its settings of checkpoints, empty if it writes none
 
     @property
     def version(self) -> tuple[int, int]:
@@ -54,13 +57,23 @@ class Standing:
     def from_wire(cls, fields: object) -> Standing:
         """Parse the standing of a peer; raise ValueError if it is malformed."""
         match fields:
-            case [int(completed), int(generation), int(committed), str(digest), bool(intact), int(run)]:
-                if NONE <= committed <= completed and generation >= 0 and run >= 1:
-                    return cls(completed, generation, committed, digest, intact, run)
+            case [
+                int(completed),
+                int(generation),
+                int(committed),
+                str(digest),
+                bool(intact),
+                int(run),
+                int(stop),
+                str(saving),
+            ]:
+                if NONE <= committed <= completed and generation >= 0 and run >= 1 and stop >= 0:
+                    return cls(completed, generation, committed, digest, intact, run, stop, saving)
         raise ValueError(f"malformed standing {str(fields)[:200]}")
 
     def to_wire(self) -> list[object]:
-        return [self.completed, self.generation, self.committed, self.digest, self.intact, self.run]
+        standing = [self.completed, self.generation, self.committed, self.digest, self.intact, self.run]
+        return [*standing, self.stop, self.saving]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +146,7 @@ def settle(standings: Sequence[Standing]) -> Settlement:
             else f"no rank has an intact copy of the state of step {committed}, which was committed: the next step was "
             "interrupted after it had changed the state on every remaining rank"
         )
-        raise StateLost(f"{reason}. Restart the job, from a checkpoint if the program has written one")
+        raise StateLost(reason)
     copies = [rank for rank, one in enumerate(standings) if one.intact and one.version == latest]
     digests = [standings[rank].digest for rank in copies]
     if latest[0] == NONE:  # no step is completed: all ranks start with the state of the lowest rank that has a copy
@@ -154,28 +167,44 @@ def has_joiners(news: News | None, generation: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a rank asks for and reports in its ballot, beside its step and its state."""
+
+    renew: bool = False  # members wait to join, or this one wants to leave: the next generation begins now
+    stop: int = 0  # the signal or request that stops the run; 0: none
+    checkpoint: bool = False  # a checkpoint of this step is wanted
+    writing: bool = False  # this rank's thread still writes a file
+    failed: bool = False  # this rank could not write its part of the checkpoint in progress
+    published: int = NONE  # the step of the last checkpoint that this rank has published
+
+
+@dataclass(frozen=True, slots=True)
 class Tally:
     """The result of a vote, the same on every rank."""
 
     agreed: bool  # all ranks have completed the same step
     identical: bool  # all ranks hold the same state
-    renew: bool  # members wait to join, or a member wants to leave: the next generation begins now
+    wishes: Wishes  # of all ranks together: each entry is the greatest of any rank
 
 
-def ballot(step: int, digest: str, renew: bool) -> Array:
+def ballot(step: int, digest: str, wishes: Wishes) -> Array:
     """Return a rank's vote at the end of a step. The ballots of all ranks are reduced by `max`.
 
-    Each number x is sent as (x, -x), so the reduction gives its maximum and its minimum over all ranks.
+    Each number x that must be equal on all ranks is sent as (x, -x), so the reduction gives its maximum and its
+    minimum.
     """
     mark = int(digest[:16] or "0", 16) & _POSITIVE
-    return np.array([step, -step, mark, -mark, int(renew)], dtype=np.int64)
+    return np.array([step, -step, mark, -mark, *(int(wish) for wish in astuple(wishes))], dtype=np.int64)
 
 
 def count(reduced: Array) -> Tally:
     """Evaluate the reduced ballots of all ranks.
 
-    >>> count(ballot(3, "ff", False))
-    Tally(agreed=True, identical=True, renew=False)
+    >>> tally = count(ballot(3, "ff", Wishes(stop=15)))
+    >>> tally.agreed, tally.identical, tally.wishes.stop
+    (True, True, 15)
     """
-    step, lowest_step, mark, lowest_mark, renew = (int(value) for value in reduced)
-    return Tally(step == -lowest_step, mark == -lowest_mark, bool(renew))
+    step, lowest_step, mark, lowest_mark, *wishes = (int(value) for value in reduced)
+    renew, stop, checkpoint, writing, failed, published = wishes
+    total = Wishes(bool(renew), stop, bool(checkpoint), bool(writing), bool(failed), published)
+    return Tally(step == -lowest_step, mark == -lowest_mark, total)

@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 import logging
-import time
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, SupportsIndex, get_args
 
 from gradwire.drive import drive
-from gradwire.errors import (
-    Aborted,
-    Broken,
-    ConfigError,
-    GradwireError,
-    GroupTimeout,
-    InvalidSize,
-    PeerLost,
-    ReplicasDiverged,
-)
+from gradwire.errors import Broken, ConfigError, GradwireError, InvalidSize
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
-from gradwire.job import init, process_hooks
-from gradwire.training import transfer
-from gradwire.training.commit_rules import Settlement, has_joiners
+from gradwire.job import init, process_hooks, stop_signals
+from gradwire.training.checkpoint_protocol import CheckpointProtocol
+from gradwire.training.checkpoint_saver import CheckpointSaver, fence_of
+from gradwire.training.checkpoints.folder import CheckpointFolder
+from gradwire.training.commit_rules import REQUESTED
+from gradwire.training.companions import Companion
 from gradwire.training.fence import Fence
+from gradwire.training.replica import GroupReplica
 from gradwire.training.sampler import whole
 from gradwire.training.state import State
-from gradwire.training.step_protocol import (
-    Gather,
-    GatherDigests,
-    HandOver,
-    NextGeneration,
-    OnDivergence,
-    Pause,
-    Request,
-    StepProtocol,
-    Vote,
-)
+from gradwire.training.step_protocol import OnDivergence, StepProtocol
 
 log = logging.getLogger("gradwire.training")
 
 CHECKED_STEPS = 3  # before these first steps, the run checks that the state was not changed between two steps
-_RUNS: dict[tuple[int, str], int] = {}  # (job, member) → how many elastic runs this member has begun
+KEEP = 3  # complete checkpoints
 
 
-def elastic(state: Any, *, min_size: int = 1, on_divergence: OnDivergence = "raise") -> Elastic:
+def elastic(
+    state: Any,
+    *,
+    min_size: int = 1,
+    on_divergence: OnDivergence = "raise",
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = KEEP,
+) -> Elastic:
     """Start a run of steps that survives the loss of ranks: each step counts on all ranks or on none.
 
     All ranks start with the state of rank 0. At the end of each step the ranks vote; when the vote returns, the step is
@@ -65,13 +59,19 @@ def elastic(state: Any, *, min_size: int = 1, on_divergence: OnDivergence = "rai
         on_divergence: The vote compares the digests of all ranks' states. With "raise", a difference raises
             `ReplicasDiverged` on all ranks, and the step is not committed. With "warn", it is logged and the run
             continues; ranks that join receive the state that most ranks hold.
+        checkpoint: A folder for checkpoints, which all hosts share. The run continues from the newest complete one that
+            it finds there. It writes one at its end, when it is stopped, and when a rank calls `run.checkpoint()`.
+            Threads write the files while training continues; the loop stops only to copy the state.
+        checkpoint_every: Also write a checkpoint after every so many steps. All ranks must pass the same values.
+        keep: How many complete checkpoints to keep. Older ones are removed.
 
     Returns:
         The run. It uses the group of `gw.init()`, and calls `gw.init()` if the process has no group yet.
 
     Raises:
         ArrayError: `state` holds a value that cannot be sent to another rank.
-        ConfigError: Another argument is invalid (`InvalidSize` for `min_size`).
+        ConfigError: Another argument is invalid (`InvalidSize` for `min_size`), or the state is sharded (see
+            `ShardedOptimizer`) and the number of ranks can change.
 
     >>> import gradwire as gw, numpy as np
     >>> weights = {"w": np.zeros(3)}
@@ -85,20 +85,59 @@ def elastic(state: Any, *, min_size: int = 1, on_divergence: OnDivergence = "rai
     """
     # Before this rank joins and the others wait for it: reject a state that cannot be sent, and fault its memory in.
     State(state).touch()
-    return Elastic(state, process_hooks.current() or init.init(), min_size, on_divergence)
+    saving = Saving.of(checkpoint, checkpoint_every, keep)
+    return Elastic(state, process_hooks.current() or init.init(), min_size, on_divergence, saving)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where and how often a run writes checkpoints."""
+
+    folder: CheckpointFolder
+    every: int | None = None
+
+    @classmethod
+    def of(cls, folder: str | os.PathLike[str] | None, every: int | None, keep: int) -> Saving | None:
+        """Return the settings of the arguments of `gw.elastic`; None without a folder. Raise `ConfigError` if wrong."""
+        if every is not None and whole("checkpoint_every", every) < 1:
+            raise ConfigError(f"checkpoint_every is {every}: it must be at least 1")
+        if folder is None:
+            if every is not None:
+                raise ConfigError("checkpoint_every needs a folder: pass checkpoint=")
+            return None
+        return cls(CheckpointFolder(folder, whole("keep", keep)), every)
 
 
 class Elastic:
     """A run of committed steps, made by `gw.elastic`."""
 
-    def __init__(self, state: Any, group: Group, min_size: int, on_divergence: OnDivergence = "raise") -> None:
+    def __init__(
+        self,
+        state: Any,
+        group: Group,
+        min_size: int,
+        on_divergence: OnDivergence = "raise",
+        saving: Saving | None = None,
+    ) -> None:
         if whole("min_size", min_size) < 1:
             raise InvalidSize(f"min_size is {min_size}: it must be at least 1")
         if on_divergence not in get_args(OnDivergence):
             raise ConfigError(f"on_divergence is {on_divergence!r}: it must be {' or '.join(get_args(OnDivergence))}")
         self._state = State(state)
-        self._replica = _Replica(self._state, group)
-        self._protocol = StepProtocol(self._replica, min_size, on_divergence)
+        if self._state.is_sharded and group.capabilities.recovers:
+            raise ConfigError(
+                "a part of this state is spread over the ranks, without copies: if a rank is lost, its part is lost. A "
+                "job whose number of ranks can change needs a state that every rank holds as a whole"
+            )
+        self._saver: CheckpointSaver | None = None
+        checkpoints: CheckpointProtocol | None = None
+        if saving is not None:
+            self._saver = CheckpointSaver(saving.folder, self._state, lambda: self.group)
+            checkpoints = CheckpointProtocol(self._saver, saving.every)
+        self._signals = stop_signals.StopSignals(lambda: False)
+        self._stop_requested = False
+        self._replica = GroupReplica(self._state, group, self._saver, self._stop_wanted)
+        self._protocol = StepProtocol(self._replica, min_size, on_divergence, checkpoints)
         self._warned = False  # that the state was changed between steps
 
     @property
@@ -151,6 +190,9 @@ class Elastic:
         A rank that joins starts with the current step of the run. After a failure, the interrupted step is yielded
         again, unless another rank had completed it. All ranks must pass the same `total`.
 
+        SIGTERM or SIGUSR2 to any rank stops the run: after the same step, all ranks write a checkpoint if one is
+        configured, and raise `SystemExit` with code 128 + signal. After `request_stop()` the iteration just ends.
+
         Args:
             total: The number of steps of the whole run, counted from step 0.
 
@@ -159,17 +201,68 @@ class Elastic:
             StateLost: Every remaining rank had already changed its state when the step was interrupted, so no intact
                 copy is left.
             ReplicasDiverged: The ranks hold different states, and `on_divergence` is "raise".
+            CheckpointError: The checkpoint to continue from cannot be loaded.
         """
         last = whole("total", total) - 1
-        while True:
-            drive(self._protocol.begin(), self._replica.perform)
-            GroupInternals(self.group).mark_finished(self.completed >= last)
-            if self.completed >= last:
-                return
-            step = Step(self, self.completed + 1)
-            yield step
-            if not step.ended:
-                raise ConfigError(f"step {step.index} was not entered: wrap the loop body in `with step:`")
+        with stop_signals.watched(self._can_stop) as self._signals:
+            while True:
+                drive(self._protocol.begin(), self._replica.perform)
+                ends = self.completed >= last or bool(self._protocol.stop)
+                GroupInternals(self.group).mark_finished(ends)
+                if ends:
+                    if self._finished():
+                        break
+                    continue  # a rank was lost meanwhile
+                step = Step(self, self.completed + 1)
+                yield step
+                if not step.ended:
+                    raise ConfigError(f"step {step.index} was not entered: wrap the loop body in `with step:`")
+        if self._protocol.stop > REQUESTED:
+            raise SystemExit(128 + self._protocol.stop)
+
+    def _finished(self) -> bool:
+        """Complete the last checkpoint; return False if a failure interrupted that."""
+        if self._protocol.stop > REQUESTED:
+            self._signals.agreed(self._protocol.stop)
+        drive(self._protocol.finish(), self._replica.perform)
+        return self._protocol.finished
+
+    def _can_stop(self) -> bool:
+        """Return whether the run can leave after the current step: not if its group is broken for good."""
+        return self.group.capabilities.recovers or not GroupInternals(self.group).is_broken
+
+    def _stop_wanted(self) -> int:
+        return max(self._signals.received, REQUESTED if self._stop_requested else 0)
+
+    def checkpoint(self) -> None:
+        """Ask for a checkpoint of the current step. Any rank may call it; all ranks then write one after the same step.
+
+        The call returns at once. Threads write the files while training continues. `last_checkpoint` shows when the
+        checkpoint is complete.
+
+        Raises:
+            ConfigError: `gw.elastic` was called without `checkpoint=`.
+        """
+        if self._saver is None:
+            raise ConfigError("this run has no folder for checkpoints: pass checkpoint= to gw.elastic")
+        self._saver.request()
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The path of the last complete checkpoint that this rank knows of, or None."""
+        return self._saver.last or None if self._saver is not None else None
+
+    def request_stop(self) -> None:
+        """Ask all ranks to leave after the same step, this or the next one. Any rank, thread or handler may call it.
+
+        The ranks write a checkpoint if one is configured. Then the iteration over `steps` ends on all of them.
+        """
+        self._stop_requested = True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal or `request_stop` asks this run to stop, as far as this rank knows."""
+        return bool(self._protocol.stop or self._stop_wanted())
 
     def finish(self) -> None:
         """Declare the work done before the last step, for example to stop early: no more members are admitted.
@@ -188,6 +281,17 @@ class Elastic:
             undo: A function without arguments.
         """
         self._replica.undoing.append(undo)
+
+    def attach(self, companion: Companion) -> None:
+        """Make the values of an object part of the replicated state: transferred, compared and saved with it.
+
+        `gw.Sampler(run=run)` calls it for its position. All ranks attach the same objects in the same order.
+
+        Args:
+            companion: An object with `state_dict`, `load_state_dict`, `step_ended` and `step_failed`. If its values
+                have been received or loaded already, it gets them in this call.
+        """
+        self._state.companions.attach(companion, begun=bool(self.digest))
 
     def _check_between(self, index: int) -> None:
         """Log an error if the state was changed since the last step. Only the first steps are checked.
@@ -209,146 +313,17 @@ class Elastic:
     @property
     def fence(self) -> Fence:
         """The fence of this run and its current generation: an ordered token for writing checkpoints."""
-        identity = GroupInternals(self.group).identity
-        return Fence(identity.run, identity.number)
+        return fence_of(self.group)
 
     def _end(self, index: int) -> None:
         """Vote at the end of a step's body, and admit members that wait to join."""
         if not GroupInternals(self.group).is_closed:  # the body may have closed the group to leave the job
+            self._state.companions.step_ended()
             drive(self._protocol.end(index), self._replica.perform)
 
     def _recover(self, error: Broken) -> None:
         """Continue in the next generation; repeat if that one fails too."""
         drive(self._protocol.recover(error), self._replica.perform)
-
-
-class _Replica:
-    """Connects the step protocol to this rank's group and state: performs its requests, and logs its reports."""
-
-    def __init__(self, state: State, group: Group) -> None:
-        self.group = group
-        self.recoveries = 0
-        self.undoing: list[Callable[[], None]] = []
-        self._state = state
-        self._broke_at = 0.0
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def generation(self) -> int:
-        return self.group.generation
-
-    def digest(self) -> str:
-        return self._state.digest()
-
-    def digest_if_readable(self) -> str:
-        """Return the digest, or "" if the state cannot be read: a step may have donated some of its JAX arrays.
-
-        An empty digest marks the state as not intact.
-        """
-        try:
-            return self._state.digest()
-        except Exception as error:
-            log.warning("the state on this rank can no longer be read: %s", error)
-            return ""
-
-    def digests(self) -> list[tuple[str, str]]:
-        return list(self._state.digests().items())
-
-    def others_wait(self) -> bool:
-        return has_joiners(GroupInternals(self.group).news(), self.group.generation)
-
-    def can_recover(self, error: Broken) -> bool:
-        if not isinstance(error, (PeerLost, Aborted, GroupTimeout)) or not self.group.capabilities.recovers:
-            return False
-        internals = GroupInternals(self.group)
-        own = isinstance(error, Aborted) and error.culprit == self.rank and not internals.is_left_behind
-        return internals.is_broken and not own
-
-    def begun_runs(self, number: int) -> int:
-        return _begun_runs(GroupInternals(self.group), number)
-
-    def leave(self) -> None:
-        self.group.close()
-
-    # -- requests of the protocol -------------------------------------------------------------------------------------
-
-    def perform(self, request: Request) -> Any:
-        group = self.group
-        match request:
-            case Vote(ballot):
-                return group.all_reduce(ballot, op="max")
-            case Gather(value, operation):
-                return GroupInternals(group).gather(value, operation)
-            case GatherDigests(digests):
-                return group.all_gather_values(digests)
-            case HandOver():
-                self._hand_over(request)
-            case NextGeneration():
-                self.group = group.recover()
-            case Pause(seconds):
-                time.sleep(seconds)
-        return None
-
-    def _hand_over(self, request: HandOver) -> None:
-        giver, takers, digest = request.giver, request.takers, request.digest
-        nbytes = transfer.hand_over(self.group, self._state, giver, takers, digest, overwrite=request.overwrite)
-        if giver != self.rank:
-            log.info("rank %d received the state of step %d (%d bytes)", self.rank, request.step, nbytes)
-
-    # -- reports of the protocol --------------------------------------------------------------------------------------
-
-    def is_short_of_members(self, wanted: int) -> None:
-        log.warning("waiting for members: the job has %d and needs at least %d", self.size, wanted)
-
-    def begins(self) -> None:
-        GroupInternals(self.group).begin_state_agreement()
-
-    def decided(self, settlement: Settlement) -> None:
-        """Nothing to do."""
-
-    def holds(self, version: tuple[int, int]) -> None:
-        """Nothing to do."""
-
-    def committed(self, version: tuple[int, int]) -> None:
-        GroupInternals(self.group).end_state_agreement()
-
-    def diverged(self, error: ReplicasDiverged) -> None:
-        log.error("%s", error)
-
-    def broke(self, error: Broken, step: int) -> None:
-        self._broke_at = time.monotonic()
-        level = _level_on(0 if error.culprit != 0 else 1, self.rank)
-        log.log(level, "generation %d broke after step %d: %s", self.generation, step, error)
-        for undo in self.undoing:
-            undo()
-
-    def recovered(self) -> None:
-        self.recoveries += 1
-        took = time.monotonic() - self._broke_at
-        level = _level_on(0, self.rank)
-        log.log(level, "recovered in %.2f s: generation %d has %d members", took, self.generation, self.size)
-
-
-def _level_on(reporter: int, rank: int) -> int:
-    """Return the level of a message that all ranks log: a warning on one rank, so that it is shown once."""
-    return logging.WARNING if rank == reporter else logging.INFO
-
-
-def _begun_runs(internals: GroupInternals, number: int) -> int:
-    """Return how many elastic runs this member has begun, including the current one.
-
-    `number` is 0 at first. Later it is the result of the first call, which is then returned again.
-    """
-    member = internals.identity.job, internals.member_id
-    _RUNS[member] = max(_RUNS.get(member, 0), number) if number else _RUNS.get(member, 0) + 1
-    return number or _RUNS[member]
 
 
 class Step:
@@ -400,6 +375,7 @@ class Step:
             self._run._end(self.index)
             self.committed = self._run._protocol.counts(self.index, generation)
             return False
+        self._run._state.companions.step_failed()
         if isinstance(error, Broken):
             try:
                 self._run._recover(error)

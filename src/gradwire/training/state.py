@@ -3,7 +3,7 @@
 A state is a dict of arrays and plain values, an object with `state_dict` and `load_state_dict` (models, optimizers), or
 a dict of such objects. Arrays are those of NumPy or of any library that supports DLPack. The skeleton is JSON, so that
 nothing received from another rank is ever unpickled. JSON has no tuples, no integer keys and no exact floats, so these
-are encoded.
+are encoded. The values of companions (see `companions`) are in the skeleton too, beside the user's state.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gradwire import arrays
 from gradwire.arrays import Array, SupportsDLPack
 from gradwire.errors import ArrayError, ConfigError, GradwireError
 from gradwire.host.machine import memory
+from gradwire.training.companions import Companions, Plain, parse_values
 from gradwire.wire import parse_json
 
 MAX_SKELETON = 64 << 20
@@ -41,6 +42,21 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
+@runtime_checkable
+class Sharded(Protocol):
+    """An object whose state is spread over the ranks without copies, such as `ShardedOptimizer`.
+
+    Such an entry is not part of the replicated state: votes do not compare it, and ranks do not exchange it. Only
+    checkpoints save it, each rank its own part.
+    """
+
+    def shard_state_dict(self) -> Any:
+        """Return this rank's part."""
+
+    def load_shard_state_dicts(self, parts: Sequence[Any]) -> None:
+        """Load this rank's part. `parts` are those of all ranks that wrote the checkpoint."""
+
+
 class State:
     """A user's state, in the form in which ranks exchange it."""
 
@@ -51,13 +67,44 @@ class State:
                 f"{type(state).__name__}"
             )
         self._state = state
+        self.companions = Companions()
         self.take_apart()  # raises now, not in the middle of a recovery, if a value cannot be sent
 
     def take_apart(self) -> tuple[bytes, list[Array]]:
         """Return the skeleton, and the arrays in its order. Contiguous arrays are views of the state's own memory."""
-        leaves: list[Array] = []
-        skeleton = json.dumps(_pack(_opened(self._state, "state"), leaves, "state"), separators=(",", ":"))
-        return skeleton.encode(), leaves
+        return _taken_apart(_opened(self._state, "state"), self.companions.values())
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether entries of the state are spread over the ranks."""
+        return bool(_shards(self._state))
+
+    def take_shard_apart(self) -> tuple[bytes, list[Array]] | None:
+        """Return the skeleton and the arrays of this rank's own part of the sharded entries; None without them."""
+        shards = _shards(self._state)
+        if not shards:
+            return None
+        return _taken_apart({key: shard.shard_state_dict() for key, shard in shards.items()})
+
+    def put_shards_together(self, parts: Sequence[tuple[bytes, list[Array]]]) -> None:
+        """Load the sharded entries from the parts of all ranks that wrote a checkpoint."""
+        found = [_unpack(parse_json(skeleton), iter(leaves)) for skeleton, leaves in parts]
+        for key, shard in _shards(self._state).items():
+            missing = [number for number, part in enumerate(found) if key not in part]
+            if missing or not found:
+                raise ConfigError(f"the checkpoint has no sharded state of {key!r}")
+            shard.load_shard_state_dicts([part[key] for part in found])
+
+    def check_fits(self, skeleton: bytes) -> None:
+        """Raise `ConfigError` if this state has other entries than the skeleton, or arrays of other shapes."""
+        own, theirs = (_split(parse_json(one))[0] for one in (self.take_apart()[0], skeleton))
+        missing = sorted(map(str, _top_level(own) ^ _top_level(theirs)))
+        if missing:
+            raise ConfigError(f"only one of them has the entry {missing[0]!r}")
+        expected = dict(_described(own, ""))
+        for name, described in _described(theirs, ""):
+            if expected.get(name, described) != described:
+                raise ConfigError(f"{name} is {described} there and {expected[name]} in this program")
 
     def digest(self) -> str:
         """Return the digest of all values and bits, 32 hexadecimal digits. It must be the same on all replicas."""
@@ -72,7 +119,9 @@ class State:
         leaves: list[Array] = []
         packed = _pack(_opened(self._state, "state"), leaves, "state")
         found = dict(_digests(packed, iter(leaves), ""))
-        return found | {STRUCTURE: digest_of(json.dumps(packed).encode()).hexdigest()}
+        for index, values in enumerate(self.companions.values()):
+            found |= {f"attached[{index}].{name}": _digest(value) for name, value in values.items()}
+        return found | {STRUCTURE: _digest(packed)}
 
     def touch(self) -> None:
         """Write to each page of all arrays, so that the system maps their memory now.
@@ -90,7 +139,7 @@ class State:
             own, leaves = self.take_apart()
         except GradwireError:  # unreadable arrays: for example JAX arrays that a step has donated
             return None
-        fits = own == skeleton and all(leaf.flags.writeable for leaf in leaves)
+        fits = _have_equal_states(own, skeleton) and all(leaf.flags.writeable for leaf in leaves)
         return leaves if fits else None
 
     def lies_in(self, leaves: Sequence[Array]) -> bool:
@@ -100,15 +149,42 @@ class State:
 
     def put_together(self, skeleton: bytes, leaves: list[Array]) -> None:
         """Load the state that another rank took apart. `memory_for` or `own_memory` must have accepted the skeleton."""
-        found = _unpack(parse_json(skeleton), iter(leaves))
+        packed, values = _split(parse_json(skeleton))
+        found = _unpack(packed, iter(leaves))
         if isinstance(self._state, MutableMapping) and not isinstance(found, dict):
             raise ValueError(f"malformed state: {type(found).__name__} instead of a dict")
         _restore(self._state, found)
+        self.companions.load(values)
 
 
 def digest_of(skeleton: bytes) -> xxhash.xxh3_128:
     """Start the digest of a state. The caller adds the bytes of its arrays."""
     return xxhash.xxh3_128(skeleton)
+
+
+def _digest(packed: Any) -> str:
+    return digest_of(json.dumps(packed).encode()).hexdigest()
+
+
+def _joined(packed: Any, values: Sequence[Mapping[str, Plain]]) -> Any:
+    """Return the skeleton of a packed state with the values of its companions, if it has any."""
+    return {"s": packed, "c": [dict(value) for value in values]} if values else packed
+
+
+def _split(skeleton: Any) -> tuple[Any, list[Mapping[str, Plain]]]:
+    """Return the packed state and the companions' values of a skeleton; raise ValueError if these are malformed."""
+    match skeleton:
+        case {"s": packed, "c": values}:
+            return packed, parse_values(values)
+    return skeleton, []
+
+
+def _have_equal_states(one: bytes, other: bytes) -> bool:
+    """Return whether two skeletons are equal, apart from the values of companions, which hold no arrays."""
+    try:
+        return one == other or _split(parse_json(one))[0] == _split(parse_json(other))[0]
+    except ValueError:
+        return False
 
 
 def _digests(packed: Any, leaves: Iterator[Array], path: str) -> Iterator[tuple[str, str]]:
@@ -128,10 +204,62 @@ def _digests(packed: Any, leaves: Iterator[Array], path: str) -> Iterator[tuple[
         yield from _digests(entry, leaves, f"{path}.{key}" if path else str(key))
 
 
+def names_in(skeleton: bytes) -> list[str]:
+    """Return the names of all arrays of a skeleton in its order, such as `model.fc.weight`. Each name is unique.
+
+    >>> names_in(State({"model": {"w": np.zeros(2), "b": np.zeros(1)}}).take_apart()[0])
+    ['model.w', 'model.b']
+    """
+    names: dict[str, None] = {}
+    for path, _ in _described(_split(parse_json(skeleton))[0], ""):
+        name, number = path, 1
+        while name in names:  # a key that contains a dot can look like a nested one
+            number += 1
+            name = f"{path}#{number}"
+        names[name] = None
+    return list(names)
+
+
+def _described(packed: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the name of every array in a skeleton, with its dtype and shape."""
+    match packed:
+        case {"a": leaf}:
+            dtype, shape, _ = _shape(leaf)
+            yield path, f"{dtype.name}{list(shape)}"
+        case {"d": entries}:
+            for key, entry in entries:
+                yield from _described(entry, f"{path}.{key}" if path else str(key))
+        case {"t": parts} | list(parts):
+            for number, entry in enumerate(parts):
+                yield from _described(entry, f"{path}.{number}" if path else str(number))
+
+
+def _top_level(packed: Any) -> set[Any]:
+    return {key for key, _ in packed["d"]} if isinstance(packed, dict) and "d" in packed else set()
+
+
+def _taken_apart(opened: Any, companions: Sequence[Mapping[str, Plain]] = ()) -> tuple[bytes, list[Array]]:
+    leaves: list[Array] = []
+    packed = _pack(opened, leaves, "state")
+    return json.dumps(_joined(packed, companions), separators=(",", ":")).encode(), leaves
+
+
+def _shards(state: Any, path: str = "") -> dict[str, Sharded]:
+    """Return the sharded entries of a state by name."""
+    if isinstance(state, Sharded):
+        return {path: state}
+    if not isinstance(state, Mapping):
+        return {}
+    found: dict[str, Sharded] = {}
+    for key, value in state.items():
+        found |= _shards(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
 def memory_for(skeleton: bytes) -> list[Array]:
     """Allocate the arrays that a skeleton describes; raise ValueError if it is malformed or memory is too small."""
     shapes: list[tuple[arrays.DType, tuple[int, ...]]] = []
-    _collect(parse_json(skeleton), shapes, 0)
+    _collect(_split(parse_json(skeleton))[0], shapes, 0)
     nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes)
     if nbytes > memory():
         raise ValueError(f"the state has {nbytes} bytes, more than the memory of this machine")
@@ -142,9 +270,10 @@ def memory_for(skeleton: bytes) -> list[Array]:
 
 
 def _opened(state: Any, path: str) -> Any:
-    """Return the state with each stateful object replaced by its `state_dict`."""
+    """Return the state with each stateful object replaced by its `state_dict`, and without sharded objects."""
     if isinstance(state, Mapping):
-        return {key: _opened(value, f"{path}[{key!r}]") for key, value in state.items()}
+        replicated = ((key, value) for key, value in state.items() if not isinstance(value, Sharded))
+        return {key: _opened(value, f"{path}[{key!r}]") for key, value in replicated}
     if not _is_stateful(state):
         return state
     try:
@@ -268,8 +397,10 @@ def _restore(state: Any, found: Any) -> None:
         _keep_types(state, found)
         return
     placed = {key: _placed(state.get(key), value) for key, value in found.items()}
-    if list(state) != list(placed):  # the order of the keys is part of the digest
+    sharded = {key: value for key, value in state.items() if isinstance(value, Sharded)}
+    if [key for key in state if key not in sharded] != list(placed):  # the order of the keys is part of the digest
         state.clear()
+        state.update(sharded)
     for key, value in placed.items():
         if key not in state or state[key] is not value:
             state[key] = value

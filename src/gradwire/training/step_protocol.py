@@ -9,15 +9,17 @@ performs them in virtual time.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
-from gradwire.arrays import Array
-from gradwire.errors import Broken, ConfigError, ReplicasDiverged
+from gradwire.errors import Broken, CheckpointError, ConfigError, ReplicasDiverged, StateLost
+from gradwire.training.checkpoint_protocol import CheckpointProtocol
 from gradwire.training.commit_rules import (
     NONE,
     Settlement,
     Standing,
+    Tally,
+    Wishes,
     ballot,
     count,
     has_begun,
@@ -25,65 +27,24 @@ from gradwire.training.commit_rules import (
     settle,
 )
 from gradwire.training.contract import diverged
+from gradwire.training.step_requests import (
+    AwaitWriter,
+    Gather,
+    GatherDigests,
+    HandOver,
+    LoadCheckpoint,
+    Loaded,
+    LoadShard,
+    NextGeneration,
+    Pause,
+    Request,
+    Steps,
+    Vote,
+)
 
 WAIT_SECONDS = 0.2  # the interval between two votes while the job has too few members
 
 OnDivergence = Literal["raise", "warn"]
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """Reduce the ballots of all ranks by `max`. The result is the reduced ballot."""
-
-    ballot: Array
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Send a value to all ranks. The result is the list of all ranks' values. Errors show it as `operation`."""
-
-    value: Any
-    operation: str
-
-
-@dataclass(frozen=True, slots=True)
-class GatherDigests:
-    """Send the digest of each part of the state to all ranks, or None if this rank has no state.
-
-    The result is the list of all ranks' values.
-    """
-
-    digests: list[tuple[str, str]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """Copy the giver's state, which has this digest, to the takers.
-
-    With `overwrite`, a taker writes into its own state directly, and loses that state if the transfer fails.
-    """
-
-    giver: int
-    takers: tuple[int, ...]
-    digest: str
-    step: int
-    overwrite: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NextGeneration:
-    """Leave the current generation, and join the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Wait for some seconds."""
-
-    seconds: float
-
-
-Request = Vote | Gather | GatherDigests | HandOver | NextGeneration | Pause
-Steps = Generator[Request, Any, None]
 
 
 class Replica(Protocol):
@@ -110,6 +71,12 @@ class Replica(Protocol):
 
     def others_wait(self) -> bool:
         """Return whether members wait to join, so that the generation should end."""
+
+    def stop_wanted(self) -> int:
+        """Return the signal or request that asks this rank to stop the run; 0 if there is none."""
+
+    def last_checkpoint(self) -> str:
+        """Return the path of the last complete checkpoint; empty if there is none."""
 
     def can_recover(self, error: Broken) -> bool:
         """Return whether the run can continue in the next generation after this error."""
@@ -150,15 +117,24 @@ class Replica(Protocol):
 class StepProtocol:
     """The progress of one rank in a run of steps."""
 
-    def __init__(self, replica: Replica, min_size: int = 1, on_divergence: OnDivergence = "raise") -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        min_size: int = 1,
+        on_divergence: OnDivergence = "raise",
+        checkpoints: CheckpointProtocol | None = None,
+    ) -> None:
         self._replica = replica
+        self._checkpoints = checkpoints
         self.min_size = min_size
         self.on_divergence = on_divergence
         self.completed, self.completed_in = NONE, 0  # the last step whose body has ended here, and its generation
         self.committed = NONE  # the last step that all ranks are known to have completed
         self.digest = ""  # of the state after the last completed step, or of the agreed initial state
         self.identical = True  # whether all ranks held the same state at the last vote
+        self.stop = 0  # the signal or request that ends the run after the last completed step; 0: none
         self.overwritten = False  # a transfer that did not finish has overwritten the state
+        self.finished = False  # the run has ended, and its last checkpoint is complete or has failed
         self._divergence: ReplicasDiverged | None = None  # the difference that was found, as long as it lasts
         self._agreed_in = 0  # the last generation in which all ranks have agreed on the state
         self._number = 0  # how many runs this process has begun, including this one
@@ -174,6 +150,13 @@ class StepProtocol:
         self.completed, self.completed_in = step, self._replica.generation
         self.digest = digest
         yield from self._or_recover(self._vote())
+
+    def finish(self) -> Steps:
+        """Complete the checkpoint of the last step. Return also if a failure interrupts that: call it until `finished`.
+
+        A new generation may have begun meanwhile, so `begin` comes first each time.
+        """
+        yield from self._or_recover(self._save_last())
 
     def recover(self, error: Broken) -> Steps:
         """Continue in the next generation; repeat if that one fails too."""
@@ -208,15 +191,36 @@ class StepProtocol:
     # -- the end of a step
 
     def _vote(self) -> Steps:
-        tally = count((yield Vote(ballot(self.completed, self.digest, self._replica.others_wait()))))
+        tally = yield from self._tally(self.digest)
         if not tally.agreed:
             raise ConfigError("ranks vote on different steps: all ranks must iterate over the same run.steps(total)")
         yield from self._check_identical(tally.identical, self.completed, holds=True)
         self.committed = self.completed
+        self.stop = tally.wishes.stop
         self._replica.committed(self.version)
-        if tally.renew:
+        if self._checkpoints is not None:
+            yield from self._checkpoints.advance(self.completed, self.digest, tally.wishes)
+        if tally.wishes.renew and not self.stop:
             yield NextGeneration()
             yield from self._agree(self.digest)
+
+    def _tally(self, digest: str, *, last: bool = False) -> Generator[Request, Any, Tally]:
+        """Vote with all ranks and return the result. `last`: the run ends after this step."""
+        stop = max(self.stop, self._replica.stop_wanted())
+        wishes = Wishes() if self._checkpoints is None else self._checkpoints.wishes(self.completed, last=last)
+        wishes = replace(wishes, renew=self._replica.others_wait(), stop=stop)
+        return count((yield Vote(ballot(self.completed, digest, wishes))))
+
+    def _save_last(self) -> Steps:
+        """Vote until the checkpoint of the last step is complete or has failed."""
+        if self._checkpoints is not None:
+            while True:
+                tally = yield from self._tally(self.digest, last=True)
+                yield from self._checkpoints.advance(self.completed, self.digest, tally.wishes)
+                if not self._checkpoints.unfinished:
+                    break
+                yield AwaitWriter(WAIT_SECONDS)
+        self.finished = True
 
     def _check_identical(self, identical: bool, step: int, holds: bool) -> Steps:
         """Raise or report if ranks hold different states. All ranks call it with the same `identical` and `step`.
@@ -243,21 +247,27 @@ class StepProtocol:
         `digest` is the digest of this rank's state, if it is known to be unchanged; None computes it.
         """
         self._replica.begins()
-        while self._replica.size < self.min_size:
+        if self._checkpoints is not None:
+            self._checkpoints.begin_generation()
+        while self._replica.size < self.min_size and not self.stop:
             yield from self._await_others()
             self._replica.begins()
         self._number = self._replica.begun_runs(self._number)
         begun = has_begun(self.completed, self.digest, self.overwritten)
         digest = digest or (self._replica.digest_if_readable() if begun else "")
-        intact = is_intact(self.completed, self.digest, digest, self.overwritten)
-        mine = Standing(self.completed, self.completed_in, self.committed, digest, intact, self._number)
-        standings = _standings((yield Gather(mine.to_wire(), "elastic agreement (step)")))
+        standings = _standings((yield Gather(self._standing(digest).to_wire(), "elastic agreement (step)")))
         yield from self._check_runs([standing.run for standing in standings])
+        self._check_settings([standing.saving for standing in standings])
+        self.stop = max(standing.stop for standing in standings)
         if all(one.completed == NONE for one in standings):  # only then the digest of a rank without state matters
-            digest = digest if begun else self._replica.digest()
-            gathered = yield Gather(replace(mine, digest=digest).to_wire(), "elastic agreement (initial state)")
+            yield from self._resume()
+            if self.completed != NONE:
+                digest = self.digest
+            elif not begun:
+                digest = self._replica.digest()
+            gathered = yield Gather(self._standing(digest).to_wire(), "elastic agreement (initial state)")
             standings = _standings(gathered)
-        settlement = settle(standings)
+        settlement = self._settled(standings)
         self._divergence = None  # ranks that have just joined do not know of it, and all ranks must report together
         holds = self._replica.rank not in settlement.pulls
         yield from self._check_identical(not settlement.differing, settlement.completed, holds)
@@ -268,6 +278,51 @@ class StepProtocol:
         self.committed = settlement.completed  # now all ranks are known to have this state
         self._agreed_in = self._replica.generation
         self._replica.committed(settlement.version)
+
+    def _standing(self, digest: str) -> Standing:
+        """Return the progress of this rank, whose state has this digest; empty if it has no state."""
+        intact = is_intact(self.completed, self.digest, digest, self.overwritten)
+        saving = "" if self._checkpoints is None else self._checkpoints.settings
+        stop = max(self.stop, self._replica.stop_wanted())
+        return Standing(
+            self.completed, self.completed_in, self.committed, digest, intact, self._number, stop=stop, saving=saving
+        )
+
+    def _settled(self, standings: Sequence[Standing]) -> Settlement:
+        try:
+            return settle(standings)
+        except StateLost as lost:
+            last = self._replica.last_checkpoint() if self._checkpoints is not None else ""
+            if last:
+                advice = f"Start the job again: it continues from the last complete checkpoint, {last}"
+            elif self._checkpoints is not None:
+                advice = "Start the job again, from the beginning: there is no complete checkpoint"
+            else:
+                advice = "Restart the job, from a checkpoint if the program has written one"
+            raise StateLost(f"{lost}. {advice}", checkpoint=last or None) from None
+
+    def _resume(self) -> Steps:
+        """Continue from the newest complete checkpoint, if there is one. No rank has completed a step.
+
+        Rank 0 loads the replicated state. The other ranks then receive it like ranks that have just joined.
+        """
+        if self._checkpoints is None:
+            return
+        loaded = Loaded()
+        if self._replica.rank == 0:
+            loaded = yield LoadCheckpoint()
+        first, *_ = yield Gather([loaded.step, loaded.name, loaded.problem], "elastic agreement (checkpoint)")
+        step, name, problem = first
+        if not problem and name:
+            problems = yield Gather((yield LoadShard(name, step)), "elastic agreement (shards)")
+            problem = next(filter(None, problems), "")
+        if problem:
+            raise CheckpointError(problem)
+        if name:
+            self._checkpoints.resumed(step)
+        if self._replica.rank == 0 and name:
+            self.completed = self.committed = step
+            self.digest = self._replica.digest()
 
     def _exchange(self, settlement: Settlement, standings: Sequence[Standing], digest: str) -> Steps:
         """Send or receive the agreed state if needed. `digest` is the digest of this rank's own state."""
@@ -302,12 +357,26 @@ class StepProtocol:
         if min(numbers) != current:
             yield Gather(None, "elastic agreement (earlier runs)")
 
+    def _check_settings(self, settings: Sequence[str]) -> None:
+        for rank, one in enumerate(settings):
+            if one != settings[0]:
+                raise ConfigError(
+                    f"ranks have different settings of checkpoints: rank 0 has ({settings[0] or 'none'}), rank {rank} "
+                    f"has ({one or 'none'}). Pass the same checkpoint, checkpoint_every and keep to gw.elastic"
+                )
+
     def _await_others(self) -> Steps:
-        """Wait until enough members ask to join, and begin the next generation with them."""
+        """Wait until enough members ask to join, and begin the next generation with them. Return also to stop."""
         self._replica.is_short_of_members(self.min_size)
-        while not count((yield Vote(ballot(self.completed, "", self._replica.others_wait())))).renew:
+        while True:
+            wishes = (yield from self._tally("")).wishes
+            self.stop = wishes.stop
+            if self.stop:
+                return
+            if wishes.renew:
+                yield NextGeneration()
+                return
             yield Pause(WAIT_SECONDS)
-        yield NextGeneration()
 
 
 def _standings(gathered: Sequence[object]) -> list[Standing]:
