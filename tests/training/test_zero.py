@@ -14,6 +14,7 @@ from gradwire.arrays import Array
 from gradwire.training import zero
 from gradwire.training.zero import ShardedOptimizer, assign
 from support.crews import TRANSPORTS, crew_of
+from support.ranks import run_ranks
 
 SHAPES = {"a": (7, 3), "b": (3,), "c": (40,), "d": (), "e": (2, 2, 2), "f": (0,)}
 
@@ -108,13 +109,89 @@ def test_sharded_optimizer_different_weights_name_the_rank_on_all_ranks() -> Non
             assert "'w': float64[3] on rank 1" in text
 
 
-def test_elastic_state_with_a_sharded_optimizer_raises_config_error() -> None:
-    weights = {"w": np.ones(2)}
+def test_elastic_state_that_is_a_sharded_optimizer_raises_config_error() -> None:
     with gw.init() as group:
+        optimizer = ShardedOptimizer(group, {"w": np.ones(2)}, Adam)
+        with pytest.raises(gw.ConfigError, match="is spread over 1 ranks, without copies"):
+            gw.elastic(optimizer)
+
+
+def test_elastic_state_with_a_sharded_optimizer_is_refused_if_ranks_can_be_lost() -> None:
+    weights = {"w": np.ones(2)}
+
+    def start(group: gw.Group) -> None:
         optimizer = ShardedOptimizer(group, weights, Adam)
-        for state in (optimizer, {"weights": weights, "optimizer": optimizer}):
-            with pytest.raises(gw.ConfigError, match="is spread over 1 ranks, without copies"):
-                gw.elastic(state)
+        with pytest.raises(gw.ConfigError, match="a part of this state is spread over the ranks, without copies"):
+            gw.Elastic({"weights": weights, "optimizer": optimizer}, group, 1)
+
+    run_ranks(gw.local_group(2), start)
+
+
+class SavedAdam(Adam):
+    """An optimizer whose state can be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments, self.steps = state["moments"], state["steps"]
+
+
+def parts_of_run(size: int, make: Any = SavedAdam) -> tuple[list[Any], list[dict[str, Array]]]:
+    """Train on some ranks. Return the part of the optimizer's state of each rank, and the weights."""
+
+    def run(group: gw.Group) -> tuple[Any, dict[str, Array]]:
+        weights = weights_of(1)
+        optimizer = ShardedOptimizer(group, weights, make)
+        train(optimizer, weights)
+        return optimizer.shard_state_dict(), weights
+
+    results = run_ranks(gw.local_group(size), run)
+    return [part for part, _ in results], [weights for _, weights in results]
+
+
+@pytest.mark.parametrize(("written", "loaded"), [(3, 3), (3, 2), (2, 5), (4, 1)])
+def test_sharded_optimizer_loads_the_parts_of_another_number_of_ranks(written: int, loaded: int) -> None:
+    parts, weights_by_rank = parts_of_run(written)
+
+    def resume(group: gw.Group) -> dict[str, bytes]:
+        weights = {name: weight.copy() for name, weight in weights_by_rank[0].items()}
+        optimizer = ShardedOptimizer(group, weights, SavedAdam)
+        optimizer.load_shard_state_dicts(parts)
+        assert set(optimizer.optimizer.moments) == set(optimizer.share)
+        return train(optimizer, weights)
+
+    alone = weights_of(1)
+    adam = Adam(alone)
+    train(adam, alone)
+    assert run_ranks(gw.local_group(loaded), resume) == [train(adam, alone)] * loaded
+
+
+def test_sharded_optimizer_whose_parts_cannot_be_divided_raises_config_error() -> None:
+    class Numbered(SavedAdam):
+        def state_dict(self) -> dict[str, Any]:
+            return {"moments": list(self.moments.values()), "steps": self.steps}
+
+    parts, _ = parts_of_run(2, Numbered)
+    with gw.init() as group:
+        optimizer = ShardedOptimizer(group, weights_of(1), Numbered)
+        with pytest.raises(gw.ConfigError, match=r"cannot be divided .*\['moments'\] differs between ranks"):
+            optimizer.load_shard_state_dicts(parts)
+
+
+def test_sharded_optimizer_parts_of_other_tensors_raise_config_error() -> None:
+    parts, _ = parts_of_run(2)
+    with gw.init() as group:
+        optimizer = ShardedOptimizer(group, {"a": np.ones(2)}, SavedAdam)
+        with pytest.raises(gw.ConfigError, match="other tensors than this optimizer: 'b'"):
+            optimizer.load_shard_state_dicts(parts)
+
+
+def test_sharded_optimizer_without_state_dict_cannot_be_saved() -> None:
+    with gw.init() as group:
+        optimizer = ShardedOptimizer(group, {"a": np.ones(2)}, Adam)
+        with pytest.raises(gw.ConfigError, match="Adam has no state_dict"):
+            optimizer.shard_state_dict()
 
 
 def test_sharded_optimizer_step_after_close_notes_the_lost_state() -> None:

@@ -16,6 +16,7 @@ from gradwire.errors import ArrayError, Closed, ConfigError, PeerLost
 from gradwire.training import agreement_check
 from gradwire.training.communicator import Communicator
 from gradwire.training.engine_group import group_for, internals_of
+from gradwire.training.state import Stateful
 
 ROUND_BYTES = 16 << 20  # bytes of weights per all-gather, of all ranks together
 
@@ -54,8 +55,9 @@ class ShardedOptimizer(Generic[O]):
     All ranks hold all weights. They start with the same weights, and call `step` with the same (averaged) gradients.
     Each tensor belongs to one rank as a whole, so the largest tensor limits how even the shares can be.
 
-    If a rank is lost, its part of the optimizer state is lost too. Therefore `gw.elastic` does not accept this
-    optimizer.
+    If a rank is lost, its part of the optimizer state is lost too. Therefore `gw.elastic` accepts this optimizer only
+    in a job of fixed size. There each rank writes its own part to the checkpoints, if the optimizer of `make` has
+    `state_dict` and `load_state_dict`.
 
     Args:
         group: The group whose ranks share the optimizer state, or another `Communicator`.
@@ -143,21 +145,50 @@ class ShardedOptimizer(Generic[O]):
                     "Update the given array in place (`weights[name] -= …`, `weights[name][...] = …`)"
                 )
 
+    def shard_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state: the names of its tensors, and `optimizer.state_dict()`.
+
+        Raises:
+            ConfigError: The optimizer has no `state_dict`.
+        """
+        return {"tensors": list(self.share), "state": self._stateful().state_dict()}
+
+    def load_shard_state_dicts(self, parts: Sequence[Any]) -> None:
+        """Load this rank's part of a checkpoint.
+
+        If the checkpoint was written with another number of ranks, the parts are divided anew. This is possible if
+        the dicts in `optimizer.state_dict()` have the names of tensors as keys, and all other values are equal.
+
+        Args:
+            parts: What `shard_state_dict` returned on every rank that wrote the checkpoint.
+
+        Raises:
+            ConfigError: The parts have other tensors than this optimizer, or cannot be divided anew.
+        """
+        tensors = [name for part in parts for name in part["tensors"]]
+        if sorted(tensors) != sorted(self._weights):
+            different = min(set(tensors) ^ set(self._weights), default="a tensor of several ranks")
+            raise ConfigError(f"the checkpoint has the state of other tensors than this optimizer: {different!r}")
+        rank = self.group.rank
+        if len(parts) == self.group.size and parts[rank]["tensors"] == list(self.share):
+            state = parts[rank]["state"]
+        else:
+            state = _share_of(_merged([part["state"] for part in parts], "state"), set(self.share), set(self._weights))
+        self._stateful().load_state_dict(state)
+
     def state_dict(self) -> Any:
         """Raise `ConfigError`: this rank holds only the state of its own share.
 
-        For a checkpoint, let each rank save the state of its `optimizer`.
-
         >>> import gradwire as gw
         >>> with gw.init() as group:
-        ...     try: gw.elastic({"optimizer": ShardedOptimizer(group, {}, lambda share: None)})
+        ...     try: ShardedOptimizer(group, {}, lambda share: None).state_dict()
         ...     except gw.ConfigError: print("refused")
         refused
         """
         raise ConfigError(
-            f"the state of this optimizer is spread over {self.group.size} ranks, without copies: if a rank is lost, "
-            "its part is lost. An elastic run needs an optimizer whose whole state is on every rank. For checkpoints, "
-            "let each rank save its own `.optimizer`"
+            f"the state of this optimizer is spread over {self.group.size} ranks, without copies, and cannot be sent "
+            "to another rank. For checkpoints, pass the optimizer in a dict to gw.elastic(checkpoint=), or let each "
+            "rank save its own `.optimizer`"
         )
 
     def load_state_dict(self, state: Any) -> None:
@@ -170,6 +201,14 @@ class ShardedOptimizer(Generic[O]):
         refused
         """
         self.state_dict()
+
+    def _stateful(self) -> Any:
+        if not isinstance(self.optimizer, Stateful):
+            raise ConfigError(
+                f"a checkpoint needs the state of the optimizer, but {type(self.optimizer).__name__} has no state_dict "
+                "and load_state_dict"
+            )
+        return self.optimizer
 
     def _plan(self) -> Iterator[list[tuple[str, ...]]]:
         """Yield the rounds of the exchange: the names that each rank sends, all of one dtype."""
@@ -207,6 +246,27 @@ class ShardedOptimizer(Generic[O]):
                 if source != rank:
                     np.copyto(weight, gathered[at : at + count].reshape(weight.shape))
                 at += count
+
+
+def _merged(values: Sequence[Any], path: str) -> Any:
+    """Merge the states of all ranks: dicts by their keys. All other values must be equal."""
+    if all(isinstance(value, Mapping) for value in values):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: _merged([value[key] for value in values if key in value], f"{path}[{key!r}]") for key in keys}
+    if any(not np.array_equal(value, values[0]) for value in values[1:]):
+        raise ConfigError(
+            f"the optimizer's state cannot be divided among another number of ranks: {path} differs between ranks. Use "
+            "the names of tensors as keys for all values that belong to one tensor"
+        )
+    return values[0]
+
+
+def _share_of(merged: Any, share: set[str], names: set[str]) -> Any:
+    """Return a merged state without the tensors of other ranks. A dict whose keys all name tensors is divided."""
+    if not isinstance(merged, Mapping):
+        return merged
+    divided = names.issuperset(merged)
+    return {key: _share_of(value, share, names) for key, value in merged.items() if not divided or key in share}
 
 
 def _array(name: str, weight: Any) -> Array:
