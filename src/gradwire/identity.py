@@ -12,8 +12,9 @@ from gradwire.wire import Header, Kind, WireError
 
 # The version of the messages that set up a generation (`handshake.py`), and of the messages that its members exchange.
 # Members of different versions cannot work together: the coordinator refuses a newcomer with another version than its
-# own. Since version 2, point-to-point messages carry dtype and shape.
-PROTOCOL = 2
+# own. Since version 2, point-to-point messages carry dtype and shape; since version 3, the votes of elastic runs carry
+# stops and checkpoints.
+PROTOCOL = 3
 RUN_BYTES = 16
 _TIME_BYTES = 8
 _MAX_REPLACEMENTS = 1000  # of runs, one after the other, by one coordinator

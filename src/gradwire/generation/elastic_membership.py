@@ -17,19 +17,22 @@ class ElasticMembership:
         joined: bool = False,
         news: Callable[[], Any] = lambda: None,
         cuts: Callable[[], frozenset[str]] = frozenset,
+        checkpoint_written: Callable[[int], None] = lambda epoch: None,
     ) -> None:
         """Store the callbacks of the job.
 
         `succeed(generation, seconds)` returns the group of the next generation. `leave(finished)` reports to the
         coordinator that the member has left for good, and whether all work is done. `joined`: the member was not in
         the previous generation. `news` returns the coordinator's latest report. `cuts` returns the ids of the members
-        whose links fault injection cuts.
+        whose links fault injection cuts. `checkpoint_written(epoch)` reports to the coordinator that the checkpoint
+        is complete for which it has asked.
         """
         self._succeed = succeed
         self._leave = leave
         self.joined = joined
         self.news = news
         self.cuts = cuts
+        self.checkpoint_written = checkpoint_written
         self.unreachable: frozenset[int] = frozenset()  # world ranks, if the generation could not be set up
         self._lacks_state = self._finished = self._continues = False
 

@@ -172,6 +172,11 @@ class GroupInternals:
         membership = self._generation.membership
         return membership.news() if membership is not None else None
 
+    def report_checkpoint(self, epoch: int) -> None:
+        """Report to the coordinator that the checkpoint is complete for which it has asked. Blocks for the reply."""
+        if (membership := self._generation.membership) is not None:
+            membership.checkpoint_written(epoch)
+
     def begin_state_agreement(self) -> None:
         """Note that the members are about to agree on a step and its state. A member that just joined has no state."""
         if (membership := self._generation.membership) is not None:

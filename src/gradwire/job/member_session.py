@@ -168,10 +168,27 @@ class MemberSession:
         """Return the functions by which a generation joins its successor, leaves the job and reads the news."""
         if self._news is not None:
             news, cuts = self._news_of_this_run(self._news.latest), self._news.cuts
-            return ElasticMembership(self.next, self.leave_job, joined=joined, news=news, cuts=cuts)
-        lease = self._renew_lease(lease_seconds)  # no launcher sends heartbeats for this worker
-        news = self._news_of_this_run(lambda: lease.news)
-        return ElasticMembership(self.next, self.leave_job, joined=joined, news=news)
+        else:
+            lease = self._renew_lease(lease_seconds)  # no launcher sends heartbeats for this worker
+            news, cuts = self._news_of_this_run(lambda: lease.news), frozenset
+        return ElasticMembership(
+            *(self.next, self.leave_job),
+            joined=joined,
+            news=news,
+            cuts=cuts,
+            checkpoint_written=self._checkpoint_written,
+        )
+
+    def _checkpoint_written(self, epoch: int) -> None:
+        """Report this member's part of a checkpoint to the coordinator. The log shows if that fails."""
+        from gradwire.membership.client import requests
+
+        try:
+            requests.end_checkpoint(
+                str(self._address), self._id, epoch, secret=self._secret, credentials=self._credentials
+            )
+        except GradwireError as error:
+            log.warning("the coordinator does not know that the checkpoint of epoch %d is complete: %s", epoch, error)
 
     def _renew_lease(self, seconds: float) -> Lease:
         """Send heartbeats for this member from now on."""

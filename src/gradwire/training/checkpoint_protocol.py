@@ -33,7 +33,11 @@ class Saver(Protocol):
 
     @property
     def requested(self) -> bool:
-        """Whether this rank, or the coordinator, asks for a checkpoint."""
+        """Whether this rank asks for a checkpoint."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch for which the coordinator asks this rank for a checkpoint; NONE if it does not."""
 
     @property
     def writing(self) -> bool:
@@ -56,8 +60,11 @@ class Saver(Protocol):
     def drop(self) -> None:
         """Stop writing the checkpoint in progress. It stays incomplete."""
 
-    def completed(self, step: int) -> None:
-        """Report that the checkpoint of `step` is complete."""
+    def completed(self, step: int, epoch: int) -> None:
+        """Report that the checkpoint of `step` is complete.
+
+        `epoch` is the last one for which the coordinator has asked, before this checkpoint was copied; or NONE.
+        """
 
     def failed(self, step: int, reasons: Sequence[str]) -> None:
         """Report that the checkpoint of `step` failed. `reasons` has one entry per rank, empty where it succeeded."""
@@ -73,6 +80,7 @@ class CheckpointProtocol:
         self._saver = saver
         self._every = every
         self._pending: int | None = None  # the step of the checkpoint that is being written
+        self._epoch = NONE  # the last epoch for which the coordinator has asked and a checkpoint was copied
         self._published = False  # whether rank 0 was asked to publish it
         self._owed = False  # a checkpoint is wanted that has not been copied yet
         self._copied = NONE  # the step that was copied last, in this generation
@@ -100,28 +108,34 @@ class CheckpointProtocol:
 
     def wishes(self, step: int, *, last: bool) -> Wishes:
         """Return what this rank asks for and reports when it votes on `step`. `last`: the run ends after it."""
-        due = self._every is not None and (step + 1) % self._every == 0 and step not in (self._copied, self._saved)
         unsaved = last and step not in (NONE, self._copied, self._saved)
         saver = self._saver
+        asked = saver.requested or saver.epoch > self._epoch
         return Wishes(
-            checkpoint=self._owed or saver.requested or due or unsaved,
+            checkpoint=self._owed or asked or self._is_due(step) or unsaved,
             writing=saver.writing,
             failed=self._pending is not None and bool(saver.failure),
             published=saver.published,
+            epoch=saver.epoch,
         )
 
-    def advance(self, step: int, digest: str, wishes: Wishes) -> Generator[Gather, Any, None]:
-        """Act on the result of the vote on `step`, whose state has this digest."""
+    def advance(self, step: int, digest: str, wishes: Wishes, *, last: bool = False) -> Generator[Gather, Any, None]:
+        """Act on the result of the vote on `step`, whose state has this digest. `last`: the run ends after it."""
         if self._pending is not None:
             yield from self._continue(self._pending, wishes)
         wanted = wishes.checkpoint and step not in (NONE, self._copied)
         self._owed = wanted and (self._pending is not None or wishes.writing)
         if self._owed:
-            if self._pending is not None:
+            if self._pending is not None and self._is_due(step) and not last:
                 self._saver.delayed(step, self._pending)
         elif wanted:
             self._pending, self._published, self._copied = step, False, step
+            self._epoch = max(self._epoch, wishes.epoch)
             self._saver.copy(step, digest)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the run writes a checkpoint after this step without being asked, and has not done so yet."""
+        return self._every is not None and (step + 1) % self._every == 0 and step not in (self._copied, self._saved)
 
     def _continue(self, step: int, wishes: Wishes) -> Generator[Gather, Any, None]:
         """Advance the checkpoint in progress to its next state, if the vote shows that it has reached it."""
@@ -132,7 +146,7 @@ class CheckpointProtocol:
             self._saver.failed(step, [str(reason) for reason in reasons])
         elif wishes.published == step:
             self._pending, self._saved = None, step
-            self._saver.completed(step)
+            self._saver.completed(step, self._epoch)
         elif not wishes.writing and not self._published:
             self._published = True
             self._saver.publish()

@@ -28,7 +28,9 @@ log = logging.getLogger("gradwire.training")
 class CheckpointSaver:
     """This rank's part in the checkpoints of a run, as `checkpoint_protocol.Saver` describes it."""
 
-    def __init__(self, folder: CheckpointFolder, state: State, group: Callable[[], Group]) -> None:
+    def __init__(self, folder: CheckpointFolder, settings: str, state: State, group: Callable[[], Group]) -> None:
+        """`settings` describes the folder and the other settings. `group` returns the group of the run."""
+        self.settings = settings
         self._folder = folder
         self._state = state
         self._group = group
@@ -48,12 +50,13 @@ class CheckpointSaver:
     # -- for the protocol ---------------------------------------------------------------------------------------------
 
     @property
-    def settings(self) -> str:
-        return f"folder {self._folder.path}, keep {self._folder.keep}"
-
-    @property
     def requested(self) -> bool:
         return self._requested
+
+    @property
+    def epoch(self) -> int:
+        news = GroupInternals(self._group()).news()
+        return NONE if news is None or news.checkpoint is None else news.checkpoint
 
     @property
     def writing(self) -> bool:
@@ -104,20 +107,23 @@ class CheckpointSaver:
         self._job.cancel()
         self._failure = ""
 
-    def completed(self, step: int) -> None:
+    def completed(self, step: int, epoch: int) -> None:
         assert self._draft is not None
         self.last = str(self._draft.path)
         took = time.monotonic() - self._began
         log.info("the checkpoint of step %d is complete after %.2f s: %s", step, took, self.last)
+        if epoch == self.epoch != NONE:
+            internals = GroupInternals(self._group())
+            self._job.start(lambda cancelled: internals.report_checkpoint(epoch))
 
     def failed(self, step: int, reasons: Sequence[str]) -> None:
         names = GroupInternals(self._group()).identity.names
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
         text = f"{names[rank]} could not write the checkpoint of step {step}: {reason}. Training continues"
-        self._warn("failed", text)
-        if self._group().rank == 0 and self._draft is not None and not self.writing:
-            draft = self._draft
-            self._job.start(lambda cancelled: draft.discard())
+        self._warn("failed", text, repeated=True)
+        draft, rank = self._draft, self._group().rank
+        if draft is not None and not self.writing:
+            self._job.start(lambda cancelled: draft.discard(rank))
 
     def delayed(self, step: int, by: int) -> None:
         took = time.monotonic() - self._began
@@ -127,11 +133,15 @@ class CheckpointSaver:
         )
         self._warn("delayed", text)
 
-    def _warn(self, problem: str, text: str) -> None:
-        """Log a problem that all ranks know of: the first time as a warning on all ranks, later on rank 0 only."""
+    def _warn(self, problem: str, text: str, *, repeated: bool = False) -> None:
+        """Log a problem that all ranks know of: the first time as a warning on all ranks.
+
+        Later, `repeated` makes it a warning on rank 0 only; otherwise it is no warning any more.
+        """
         first = problem not in self._warned
         self._warned.add(problem)
-        log.log(logging.WARNING if first or self._group().rank == 0 else logging.INFO, "%s", text)
+        shown = first or (repeated and self._group().rank == 0)
+        log.log(logging.WARNING if shown else logging.INFO, "%s", text)
 
     # -- for the run --------------------------------------------------------------------------------------------------
 

@@ -176,6 +176,7 @@ class Wishes:
     writing: bool = False  # this rank's thread still writes a file
     failed: bool = False  # this rank could not write its part of the checkpoint in progress
     published: int = NONE  # the step of the last checkpoint that this rank has published
+    epoch: int = NONE  # the epoch for which the coordinator asks for a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,6 @@ def count(reduced: Array) -> Tally:
     (True, True, 15)
     """
     step, lowest_step, mark, lowest_mark, *wishes = (int(value) for value in reduced)
-    renew, stop, checkpoint, writing, failed, published = wishes
-    total = Wishes(bool(renew), stop, bool(checkpoint), bool(writing), bool(failed), published)
+    renew, stop, checkpoint, writing, failed, published, epoch = wishes
+    total = Wishes(bool(renew), stop, bool(checkpoint), bool(writing), bool(failed), published, epoch)
     return Tally(step == -lowest_step, mark == -lowest_mark, total)

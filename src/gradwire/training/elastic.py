@@ -94,6 +94,7 @@ class Saving:
     """Where and how often a run writes checkpoints."""
 
     folder: CheckpointFolder
+    settings: str  # as text, to be compared between ranks
     every: int | None = None
 
     @classmethod
@@ -105,7 +106,11 @@ class Saving:
             if every is not None:
                 raise ConfigError("checkpoint_every needs a folder: pass checkpoint=")
             return None
-        return cls(CheckpointFolder(folder, whole("keep", keep)), every)
+        try:
+            path = os.path.abspath(folder)  # the program may change its current folder later
+        except TypeError:
+            raise ConfigError(f"checkpoint is {folder!r}: it must be the path of a folder") from None
+        return cls(CheckpointFolder(path, whole("keep", keep)), f"folder {os.fspath(folder)}, keep {keep}", every)
 
 
 class Elastic:
@@ -132,7 +137,8 @@ class Elastic:
         self._saver: CheckpointSaver | None = None
         checkpoints: CheckpointProtocol | None = None
         if saving is not None:
-            self._saver = CheckpointSaver(saving.folder, self._state, lambda: self.group)
+            self._state.take_shard_apart()  # raises now, not at the first checkpoint, if a part cannot be saved
+            self._saver = CheckpointSaver(saving.folder, saving.settings, self._state, lambda: self.group)
             checkpoints = CheckpointProtocol(self._saver, saving.every)
         self._signals = stop_signals.StopSignals(lambda: False)
         self._stop_requested = False

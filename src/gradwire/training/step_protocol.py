@@ -134,7 +134,7 @@ class StepProtocol:
         self.identical = True  # whether all ranks held the same state at the last vote
         self.stop = 0  # the signal or request that ends the run after the last completed step; 0: none
         self.overwritten = False  # a transfer that did not finish has overwritten the state
-        self.finished = False  # the run has ended, and its last checkpoint is complete or has failed
+        self.finished = False  # `finish` has reached its end: the last checkpoint is complete or has failed
         self._divergence: ReplicasDiverged | None = None  # the difference that was found, as long as it lasts
         self._agreed_in = 0  # the last generation in which all ranks have agreed on the state
         self._number = 0  # how many runs this process has begun, including this one
@@ -156,6 +156,7 @@ class StepProtocol:
 
         A new generation may have begun meanwhile, so `begin` comes first each time.
         """
+        self.finished = False
         yield from self._or_recover(self._save_last())
 
     def recover(self, error: Broken) -> Steps:
@@ -216,7 +217,7 @@ class StepProtocol:
         if self._checkpoints is not None:
             while True:
                 tally = yield from self._tally(self.digest, last=True)
-                yield from self._checkpoints.advance(self.completed, self.digest, tally.wishes)
+                yield from self._checkpoints.advance(self.completed, self.digest, tally.wishes, last=True)
                 if not self._checkpoints.unfinished:
                     break
                 yield AwaitWriter(WAIT_SECONDS)

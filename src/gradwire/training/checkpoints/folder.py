@@ -78,11 +78,6 @@ class CheckpointFolder:
                 claims.add(fence, is_new=True)
             sync_folder(self.path)
 
-    def is_claimed_by(self, fence: Fence) -> bool:
-        """Return whether this process sees the claim of a fence. If not, the folder is not shared between hosts."""
-        with system_errors("read", self.path):
-            return fence in read_claims(self.path).fences
-
     def draft(self, step: int, fence: Fence) -> Draft:
         """Return the checkpoint of a step, to be written. It has no files yet."""
         return Draft(self, step, fence)
@@ -194,11 +189,21 @@ class Draft:
                 self._folder.prune(claims.read(), self.path)
         return Checkpoint(self.path, self._step, self._fence, "", manifest.nbytes, found=manifest)
 
-    def discard(self) -> None:
-        """Remove the draft, unless it has become complete. Errors are logged, not raised."""
+    def discard(self, rank: int) -> None:
+        """Remove the part of a rank, and on rank 0 the whole draft, unless it is complete. Log errors.
+
+        Each rank removes its own part, because the folder may not be shared between hosts, by mistake.
+        """
         try:
-            if not (self.path / MANIFEST).exists():
+            if (self.path / MANIFEST).exists():
+                return
+            if rank == 0:
                 _remove(self.path)
+                return
+            for name in (part_file(rank), description_file(rank)):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty
+                self.path.rmdir()
         except OSError as error:
             log.warning("cannot remove %s: %s", self.path, error)
 
