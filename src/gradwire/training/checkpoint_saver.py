@@ -24,6 +24,8 @@ from gradwire.training.zero import assign
 
 log = logging.getLogger("gradwire.training")
 
+SLOW_SECONDS = 1.0  # a checkpoint that is being written for this long, and delays the next one, is worth a warning
+
 
 class CheckpointSaver:
     """This rank's part in the checkpoints of a run, as `checkpoint_protocol.Saver` describes it."""
@@ -40,7 +42,7 @@ class CheckpointSaver:
         self._draft: Draft | None = None  # of the checkpoint in progress
         self._head: Head | None = None
         self._began = 0.0
-        self._claimed = False
+        self._claimed: Fence | None = None
         self._requested = False
         self._warned: set[str] = set()  # the problems that were reported on all ranks
         self.published = NONE
@@ -87,8 +89,9 @@ class CheckpointSaver:
         draft, rank, fence = self._draft, group.rank, self._head.fence
 
         def write(cancelled: Callable[[], bool]) -> None:
-            if rank == 0 and not self._claimed:  # the folder could not be written at the start of the run
+            if rank == 0 and self._claimed != fence:  # a new generation, or the folder could not be written before
                 self._folder.claim(fence)
+                self._claimed = fence
             draft.write_part(rank, copies[: len(own)], shard=part, cancelled=cancelled)
 
         self._job.start(write)
@@ -127,6 +130,8 @@ class CheckpointSaver:
 
     def delayed(self, step: int, by: int) -> None:
         took = time.monotonic() - self._began
+        if took < SLOW_SECONDS:
+            return
         text = (
             f"the checkpoint of step {step} is delayed: that of step {by} is still being written after {took:.1f} s. "
             "The disk is slow, or checkpoint_every is too small"
@@ -189,8 +194,9 @@ class CheckpointSaver:
 
     def _claim(self) -> None:
         try:
-            self._folder.claim(fence_of(self._group()))
-            self._claimed = True
+            fence = fence_of(self._group())
+            self._folder.claim(fence)
+            self._claimed = fence
         except CheckpointError as error:  # a folder that cannot be written may still have a checkpoint to resume from
             log.warning("no checkpoint can be written: %s. Training continues", error)
 
