@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gradwire.errors import GradwireError
 
-Cancelled = Callable[[], bool]  # returns whether the operation should end early
+IsCancelled = Callable[[], bool]  # returns whether the operation should end early
 
 
 class BackgroundJob:
@@ -22,7 +22,7 @@ class BackgroundJob:
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, operation: Callable[[Cancelled], object], done: Callable[[], None] = lambda: None) -> None:
+    def start(self, operation: Callable[[IsCancelled], object], done: Callable[[], None] = lambda: None) -> None:
         """Run `operation` in a thread, and `done` after it if it succeeds. None may be running."""
         assert not self.running
         self.failure = ""
@@ -30,7 +30,10 @@ class BackgroundJob:
         self._thread = threading.Thread(
             target=self._run, args=(operation, done, cancelled), name="gradwire-checkpoint", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the limit of threads, which must not end the training
+            self._thread, self.failure = None, f"no thread for it: {error}"
 
     def cancel(self) -> None:
         """Ask the running operation to end early. A failure of it is not recorded any more."""
@@ -43,7 +46,7 @@ class BackgroundJob:
             self._thread.join(seconds)
 
     def _run(
-        self, operation: Callable[[Cancelled], object], done: Callable[[], None], cancelled: threading.Event
+        self, operation: Callable[[IsCancelled], object], done: Callable[[], None], cancelled: threading.Event
     ) -> None:
         try:
             operation(cancelled.is_set)

@@ -41,11 +41,11 @@ class Claims:
     def age_key(self, step: int, fence: Fence) -> tuple[int, bytes, int, int]:
         """Return a key that sorts checkpoints from the oldest to the newest.
 
-        Checkpoints of runs that are not recorded come first.
+        Checkpoints of runs that are not recorded come first, in the order of their ids.
         """
-        if fence.run not in self.runs:
-            return -1, fence.run, fence.generation, step
-        return self.runs.index(fence.run), b"", step, fence.generation
+        runs = self.runs
+        place = runs.index(fence.run) if fence.run in runs else -1
+        return place, fence.run, step, fence.generation
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import time
@@ -19,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import gradwire
-from gradwire import arrays
-from gradwire.arrays import Array
+from gradwire.arrays import Array, dtype_of
 from gradwire.errors import CheckpointError, ConfigError
 from gradwire.training.checkpoints import tensor_file
 from gradwire.training.checkpoints.checkpoint import (
@@ -32,7 +32,7 @@ from gradwire.training.checkpoints.checkpoint import (
     part_problem,
 )
 from gradwire.training.checkpoints.claims import Claims, locked_claims, read_claims
-from gradwire.training.checkpoints.files import read_small, replace_file, system_errors
+from gradwire.training.checkpoints.files import make_folder, read_small, replace_file, system_errors
 from gradwire.training.checkpoints.manifest import (
     Head,
     Manifest,
@@ -64,18 +64,22 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str], keep: int = 3) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ConfigError(f"keep={keep!r}: at least 1 checkpoint must be kept")
-        self.path = Path(path)
+        if not os.fspath(path):
+            raise ConfigError("the path of the folder for checkpoints is empty")
+        self.path = Path(path).absolute()  # the program may change its working directory
         self.keep = keep
 
     def claim(self, fence: Fence) -> None:
         """Create the folder and record the fence, so that earlier runs and generations cannot write there any more.
 
-        Raise `Fenced` if a later run or generation has claimed the folder.
+        Their torn checkpoints are removed: nobody can complete them, and the next one needs their space. Raise `Fenced`
+        if a later run or generation has claimed the folder.
         """
         with system_errors("claim", self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             with locked_claims(self.path) as claims:
                 claims.add(fence, is_new=True)
+                self._remove_old(claims.read(), keep=math.inf)
             sync_folder(self.path)
 
     def draft(self, step: int, fence: Fence) -> Draft:
@@ -85,7 +89,8 @@ class CheckpointFolder:
     def find(self) -> list[Checkpoint]:
         """Return all checkpoints, complete and torn, the newest first. A folder that does not exist has none."""
         with system_errors("read", self.path):
-            return self._list(read_claims(self.path))
+            found = self._inspect()
+            return _newest_first(found, read_claims(self.path))  # read afterwards, so that it has all fences of `found`
 
     def complete(self) -> list[Checkpoint]:
         """Return the complete checkpoints, the newest first."""
@@ -94,25 +99,23 @@ class CheckpointFolder:
     def prune(self, claims: Claims, published: Path) -> None:
         """Remove old checkpoints, but never `published`. The caller holds the lock. Errors are logged, not raised."""
         try:
-            for name in os.listdir(self.path):
-                if name.startswith(_REMOVING) and parse_folder_name(name.removeprefix(_REMOVING)):
-                    shutil.rmtree(self.path / name)  # left by a process that was killed
-            for checkpoint in self._outdated(claims):
-                if checkpoint.path != published and not checkpoint.path.is_symlink():
-                    _remove(checkpoint.path)
+            self._remove_old(claims, self.keep, published)
         except OSError as error:
             log.warning("cannot remove old checkpoints in %s: %s", self.path, error)
 
-    def _outdated(self, claims: Claims) -> list[Checkpoint]:
-        """Return the complete checkpoints beyond the newest ones, and torn ones that are older than a complete one."""
-        outdated, seen = [], 0
-        for checkpoint in self._list(claims):
-            if seen >= (self.keep if checkpoint.is_complete else 1) and checkpoint.is_removable:
-                outdated.append(checkpoint)
-            seen += checkpoint.is_complete
-        return outdated
+    def _remove_old(self, claims: Claims, keep: float, published: Path | None = None) -> None:
+        """Remove complete checkpoints beyond the newest `keep`, and torn ones that nobody will complete."""
+        for name in os.listdir(self.path):
+            if name.startswith(_REMOVING) and parse_folder_name(name.removeprefix(_REMOVING)):
+                _delete(self.path / name)  # left by a process that was killed
+        seen = 0
+        for one in _newest_first(self._inspect(), claims):
+            old = seen >= keep if one.is_complete else seen >= 1 or claims.later(one.fence) is not None
+            seen += one.is_complete
+            if old and one.is_removable and one.path != published and not one.path.is_symlink():
+                _remove(one.path)
 
-    def _list(self, claims: Claims) -> list[Checkpoint]:
+    def _inspect(self) -> list[Checkpoint]:
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
@@ -120,8 +123,7 @@ class CheckpointFolder:
         ours = [(self.path / name, *parsed) for name in names if (parsed := parse_folder_name(name))]
         found = [inspect(path, step, fence) for path, step, fence in ours if path.is_dir()]
         # Another process may remove a checkpoint at the same time. Its folder is renamed first, so it is not torn.
-        present = [checkpoint for checkpoint in found if checkpoint.is_complete or checkpoint.path.is_dir()]
-        return sorted(present, key=lambda one: claims.age_key(one.step, one.fence), reverse=True)
+        return [checkpoint for checkpoint in found if checkpoint.is_complete or checkpoint.path.is_dir()]
 
 
 class Draft:
@@ -153,8 +155,6 @@ class Draft:
             CheckpointError: The part cannot be written: no space is left, the folder is read-only …
         """
         structure, own = shard if shard is not None else (b"", ())
-        named = [(replicated_key(name), array) for name, array in arrays]
-        named += [(shard_key(name), array) for name, array in own]
         path = self.path / part_file(rank)
         with system_errors("write", path), _malformed(path):
             self.path.mkdir(exist_ok=True)
@@ -162,8 +162,12 @@ class Draft:
                 raise CheckpointError(f"{self.path} is already complete", step=self._step)
             description = self.path / description_file(rank)
             description.unlink(missing_ok=True)
-            nbytes, digests = tensor_file.write(path, named, cancelled=cancelled)
-            stored = _describe([*arrays, *own], digests)
+            described = [(name, dtype_of(array).name, array.shape) for name, array in [*arrays, *own]]
+            keys = [replicated_key(name) for name, _ in arrays] + [shard_key(name) for name, _ in own]
+            forms = [(key, dtype, shape) for key, (_, dtype, shape) in zip(keys, described, strict=True)]
+            values = [array for _, array in (*arrays, *own)]
+            nbytes, digests = tensor_file.write(path, forms, values.__getitem__, cancelled=cancelled)
+            stored = tuple(StoredArray(*one, digest) for one, digest in zip(described, digests, strict=True))
             shard_part = Shard(structure, stored[len(arrays) :]) if shard is not None else None
             part = Part(rank, part_file(rank), nbytes, stored[: len(arrays)], shard_part)
             replace_file(description, part.to_json())
@@ -182,6 +186,7 @@ class Draft:
         with system_errors("write", path), _malformed(path):
             manifest = Manifest(head, self._read_parts(head.size), time.time(), gradwire.__version__)
             data = manifest.to_json()
+            Manifest.from_json(data)  # a checkpoint that cannot be read must not become complete
             with locked_claims(self._folder.path) as claims:
                 claims.add(self._fence, is_new=False)
                 sync_folder(self._folder.path)  # the name of this checkpoint's folder
@@ -228,11 +233,8 @@ class Draft:
         return tuple(parts)
 
 
-def _describe(named: Named, digests: Sequence[str]) -> tuple[StoredArray, ...]:
-    return tuple(
-        StoredArray(name, arrays.dtype_of(array).name, array.shape, digest)
-        for (name, array), digest in zip(named, digests, strict=True)
-    )
+def _newest_first(found: list[Checkpoint], claims: Claims) -> list[Checkpoint]:
+    return sorted(found, key=lambda one: claims.age_key(one.step, one.fence), reverse=True)
 
 
 @contextlib.contextmanager
@@ -245,10 +247,23 @@ def _malformed(path: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Delete the folder of a checkpoint under a hidden name, so that it is never listed half-deleted."""
+    """Delete the folder of a checkpoint under a hidden name, so that it is never listed half-deleted. Log errors."""
     hidden = path.with_name(_REMOVING + path.name)
-    if hidden.exists():
-        shutil.rmtree(hidden)
-    with contextlib.suppress(FileNotFoundError):  # another process has removed it
+    try:
+        _delete(hidden)
         path.rename(hidden)
+    except FileNotFoundError:  # another process has removed it
+        return
+    except OSError as error:
+        log.warning("cannot remove the old checkpoint %s: %s", path, error)
+        return
+    _delete(hidden)
+
+
+def _delete(hidden: Path) -> None:
+    try:
         shutil.rmtree(hidden)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("cannot remove the old checkpoint %s: %s", hidden, error)

@@ -112,7 +112,7 @@ class Manifest:
     version: str
 
     def __post_init__(self) -> None:
-        if [part.rank for part in self.parts] != list(range(self.head.size)):
+        if not self.parts or [part.rank for part in self.parts] != list(range(self.head.size)):
             raise ValueError(f"{len(self.parts)} parts do not fit {self.head.size} ranks")
         names = [array.name for part in self.parts for array in part.arrays]
         if len(names) != len(set(names)):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -53,6 +53,9 @@ _CODES = {  # of gradwire's dtypes; safetensors has no complex numbers, so these
 _BYTES = {code: int("".join(filter(str.isdigit, code)) or 8) // 8 for code in _CODES.values()}
 
 
+Described = tuple[str, str, tuple[int, ...]]  # the name of an array, gradwire's name of its dtype, and its shape
+
+
 class Cancelled(Exception):
     """The caller has cancelled the write."""
 
@@ -60,6 +63,12 @@ class Cancelled(Exception):
 def never_cancelled() -> bool:
     """Return False: the default for writes that nobody cancels."""
     return False
+
+
+class Digest(Protocol):
+    """What gets all bytes that are read: a digest, or a counter of progress."""
+
+    def update(self, data: memoryview, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,42 +104,46 @@ def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
     return _CODES[dtype], (*shape, 2) if dtype.startswith("complex") else shape
 
 
-def pack_header(named: Sequence[tuple[str, Array]], metadata: Mapping[str, str] | None = None) -> bytes:
+def pack_header(described: Sequence[Described], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header, with its length, for arrays that follow in this order."""
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     start = 0
-    for name, array in named:
-        code, shape = stored_form(arrays.dtype_of(array).name, array.shape)
+    for name, dtype, form in described:
+        code, shape = stored_form(dtype, form)
         if name in header or name == METADATA:
             raise ValueError(f"the name {name[:200]!r} of an array is used twice or reserved")
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, start + array.nbytes]}
-        start += array.nbytes
+        stop = start + math.prod(shape) * _BYTES[code]
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
-        raise ValueError(f"the header of {len(named)} arrays has {len(text)} bytes, more than {MAX_HEADER}")
+        raise ValueError(f"the header of {len(described)} arrays has {len(text)} bytes, more than {MAX_HEADER}")
     return len(text).to_bytes(_PREFIX, "little") + text
 
 
 def write(
     path: Path,
-    named: Sequence[tuple[str, Array]],
+    described: Sequence[Described],
+    load: Callable[[int], Array],
     metadata: Mapping[str, str] | None = None,
     cancelled: Callable[[], bool] = never_cancelled,
 ) -> tuple[int, list[str]]:
     """Write a file, flush it to the disk, and return its size and the digest of each array.
 
-    The file is removed if an error occurs. Raise `Cancelled` soon after `cancelled()` returns True.
+    `load` returns the array at a place in `described`; it is called once for each. The file is removed if an error
+    occurs. Raise `Cancelled` soon after `cancelled()` returns True.
     """
     # The longest elements come first, so that every array is aligned when a reader maps the file into memory.
-    order = sorted(range(len(named)), key=lambda at: -arrays.dtype_of(named[at][1]).itemsize)
-    header = pack_header([named[at] for at in order], metadata)
-    digests = [""] * len(named)
+    order = sorted(range(len(described)), key=lambda at: -arrays.dtype_by_name(described[at][1]).itemsize)
+    header = pack_header([described[at] for at in order], metadata)
+    digests = [""] * len(described)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         write_all(descriptor, header)
         for at in order:
-            digests[at] = _write_array(descriptor, named[at][1], cancelled)
+            digests[at] = _write_array(descriptor, load(at), cancelled)
+        size = os.lseek(descriptor, 0, os.SEEK_CUR)
         os.fsync(descriptor)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -138,7 +151,7 @@ def write(
         raise
     finally:
         os.close(descriptor)
-    return len(header) + sum(array.nbytes for _, array in named), digests
+    return size, digests
 
 
 def _write_array(descriptor: int, array: Array, cancelled: Callable[[], bool]) -> str:
@@ -174,10 +187,10 @@ def parse_header(prefix: bytes, text: bytes) -> Header:
 
 def _parse_entry(name: str, entry: Any) -> Entry:
     match entry:
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if (
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]} if (
             code in _BYTES and len(shape) <= _AXES and all(type(n) is int and 0 <= n < _LONGEST for n in shape)
         ):
-            if stop - start == math.prod(shape) * _BYTES[code]:
+            if type(start) is type(stop) is int and stop - start == math.prod(shape) * _BYTES[code]:
                 return Entry(code, tuple(shape), start, stop)
     raise ValueError(f"array {name[:200]!r} is malformed in the header: {str(entry)[:200]}")
 
@@ -196,7 +209,7 @@ def read_header(opened: BufferedReader) -> Header:
     return header
 
 
-def read_array(opened: BufferedReader, header: Header, name: str, out: Array, *totals: xxhash.xxh3_128) -> str:
+def read_array(opened: BufferedReader, header: Header, name: str, out: Array, *totals: Digest) -> str:
     """Read an array into `out`, which is contiguous, and return the digest of its bytes. The digests `totals` grow too.
 
     Raise ValueError if the file has no such array, or one with another dtype or shape.
@@ -210,7 +223,7 @@ def read_array(opened: BufferedReader, header: Header, name: str, out: Array, *t
 
 
 def digest_array(
-    opened: BufferedReader, header: Header, name: str, dtype: str, shape: tuple[int, ...], *totals: xxhash.xxh3_128
+    opened: BufferedReader, header: Header, name: str, dtype: str, shape: tuple[int, ...], *totals: Digest
 ) -> str:
     """Return the digest of an array's bytes as `read_array` does, without memory for the whole array."""
     entry = _entry(header, name, dtype, shape)
@@ -232,7 +245,7 @@ def _entry(header: Header, name: str, dtype: str, shape: tuple[int, ...]) -> Ent
     return entry
 
 
-def _read_chunk(opened: BufferedReader, name: str, chunk: memoryview, digests: Sequence[xxhash.xxh3_128]) -> None:
+def _read_chunk(opened: BufferedReader, name: str, chunk: memoryview, digests: Sequence[Digest]) -> None:
     if opened.readinto(chunk) != len(chunk):
         raise ValueError(f"the file ends inside array {name!r}")
     for digest in digests:
