@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -212,12 +212,48 @@ def names_in(skeleton: bytes) -> list[str]:
     """
     names: dict[str, None] = {}
     for path, _ in _described(_split(parse_json(skeleton))[0], ""):
-        name, number = path, 1
-        while name in names:  # a key that contains a dot can look like a nested one
-            number += 1
-            name = f"{path}#{number}"
-        names[name] = None
+        names[_free_name(path, names)] = None
     return list(names)
+
+
+def plain_values(skeleton: bytes) -> dict[str, float | str | None]:
+    """Return all values of a skeleton that are not arrays, and the values of its companions, by name.
+
+    >>> plain_values(State({"w": np.zeros(2), "optimizer": {"lr": 0.1, "betas": (0.9, None)}}).take_apart()[0])
+    {'optimizer.lr': 0.1, 'optimizer.betas.0': 0.9, 'optimizer.betas.1': None}
+    """
+    packed, companions = _split(parse_json(skeleton))
+    found = list(_plain(packed, ""))
+    found += [(f"attached[{at}].{key}", value) for at, values in enumerate(companions) for key, value in values.items()]
+    named: dict[str, float | str | None] = {}
+    for path, value in found:
+        named[_free_name(path, named)] = value
+    return named
+
+
+def _plain(packed: Any, path: str) -> Iterator[tuple[str, float | str | None]]:
+    match packed:
+        case {"a": _}:
+            return
+        case {"f": str(number)}:
+            yield path, _number(number)
+        case {"d": entries}:
+            for key, entry in entries:
+                yield from _plain(entry, f"{path}.{key}" if path else str(key))
+        case {"t": parts} | list(parts):
+            for place, entry in enumerate(parts):
+                yield from _plain(entry, f"{path}.{place}" if path else str(place))
+        case _:
+            yield path, packed
+
+
+def _free_name(path: str, used: Container[str]) -> str:
+    """Return a name for a path that is not used yet: a key that contains a dot can look like a nested one."""
+    name, number = path, 1
+    while name in used:
+        number += 1
+        name = f"{path}#{number}"
+    return name
 
 
 def _described(packed: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from gradwire import arrays
 from gradwire.arrays import Array
 from gradwire.errors import CheckpointError, ConfigError
+from gradwire.host.machine import memory
 from gradwire.training.checkpoints.files import read_small, system_errors
 from gradwire.training.checkpoints.manifest import (
     Manifest,
@@ -23,7 +25,7 @@ from gradwire.training.checkpoints.manifest import (
     replicated_key,
     shard_key,
 )
-from gradwire.training.checkpoints.tensor_file import Header, digest_array, read_array, read_header
+from gradwire.training.checkpoints.tensor_file import Digest, Header, digest_array, read_array, read_header
 from gradwire.training.fence import Fence
 from gradwire.training.state import digest_of, memory_for
 
@@ -85,47 +87,61 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is torn: {self.problem}", step=self.step)
         return self.found
 
+    @property
+    def replicated(self) -> list[Stored]:
+        """The arrays of the replicated state, in the order of its skeleton."""
+        places = {array.name: Stored(part, array) for part in self.manifest.parts for array in part.arrays}
+        return [places[name] for name in self.manifest.head.names]
+
+    @property
+    def sharded(self) -> list[Stored]:
+        """The arrays of all ranks' shards, in the order of ranks."""
+        shards = [(part, part.shard.arrays) for part in self.manifest.parts if part.shard is not None]
+        return [Stored(part, array, in_shard=True) for part, stored in shards for array in stored]
+
+    def open(self) -> PartFiles:
+        """Return a reader of single arrays. The caller closes it."""
+        return PartFiles(self.path)
+
     def load(self) -> tuple[bytes, list[Array]]:
         """Return the skeleton of the replicated state, and its arrays in the order of the skeleton.
 
         Raise `CheckpointError`, with the file and the array, if a digest is wrong or a file cannot be read.
         """
-        head, stored = self.manifest.head, list(_replicated(self.manifest))
-        leaves = self._memory(head.structure, [array for _, array in stored])
+        head, stored = self.manifest.head, self.replicated
+        leaves = self._memory(head.structure, [one.array for one in stored])
         total = digest_of(head.structure)
-        with contextlib.closing(_PartFiles(self.path)) as files:
-            for (part, array), leaf in zip(stored, leaves, strict=True):
-                files.read(part, array, replicated_key(array.name), leaf, total)
+        with contextlib.closing(self.open()) as files:
+            for one, leaf in zip(stored, leaves, strict=True):
+                files.read(one, leaf, total)
         self._check_total(total)
         return head.structure, leaves
 
     def load_shards(self) -> list[tuple[bytes, list[Array]]]:
         """Return the skeleton and the arrays of every rank's shard, in the order of ranks."""
         shards = []
-        with contextlib.closing(_PartFiles(self.path)) as files:
+        with contextlib.closing(self.open()) as files:
             for part in self.manifest.parts:
                 if part.shard is None:
                     continue
                 leaves = self._memory(part.shard.structure, part.shard.arrays)
                 for array, leaf in zip(part.shard.arrays, leaves, strict=True):
-                    files.read(part, array, shard_key(array.name), leaf)
+                    files.read(Stored(part, array, in_shard=True), leaf)
                 shards.append((part.shard.structure, leaves))
         return shards
 
     def verify(self, on_bytes: Callable[[int], object] = ignore_bytes) -> list[str]:
-        """Read all bytes, without keeping them, and return the problems. `on_bytes` gets the size of each array."""
+        """Read all bytes, without keeping them, and return the problems. `on_bytes` gets the number of bytes read."""
         if self.problem:
             return [self.problem]
-        total, problems = digest_of(self.manifest.head.structure), dict[str, None]()
-        replicated = [(part, array, replicated_key(array.name), True) for part, array in _replicated(self.manifest)]
-        own = [(part, array, shard_key(array.name), False) for part, array in _sharded(self.manifest)]
-        with contextlib.closing(_PartFiles(self.path)) as files:
-            for part, array, key, is_replicated in replicated + own:
+        problems = dict[str, None]()  # a damaged header is reported once, not for each array
+        total, progress = digest_of(self.manifest.head.structure), _Progress(on_bytes)
+        with contextlib.closing(self.open()) as files:
+            for one in [*self.replicated, *self.sharded]:
                 try:
-                    files.check(part, array, key, *([total] if is_replicated else []))
+                    files.check(one, progress, *([] if one.in_shard else [total]))
                 except CheckpointError as error:
-                    problems[str(error)] = None  # a damaged header is reported once, not for each array
-                on_bytes(array.nbytes)
+                    problems[str(error)] = None
         if not problems:
             try:
                 self._check_total(total)
@@ -154,17 +170,34 @@ class Checkpoint:
         return leaves
 
 
-def _replicated(manifest: Manifest) -> Iterator[tuple[Part, StoredArray]]:
-    """Yield the arrays of the replicated state in the order of its skeleton, each with its part."""
-    places = {array.name: (part, array) for part in manifest.parts for array in part.arrays}
-    return (places[name] for name in manifest.head.names)
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array of a checkpoint and the part that has it."""
+
+    part: Part
+    array: StoredArray
+    in_shard: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name in the part file."""
+        return shard_key(self.array.name) if self.in_shard else replicated_key(self.array.name)
+
+    @property
+    def name(self) -> str:
+        """Its name among all arrays of the checkpoint."""
+        return shard_key(f"{self.part.rank}:{self.array.name}") if self.in_shard else self.key
 
 
-def _sharded(manifest: Manifest) -> Iterator[tuple[Part, StoredArray]]:
-    return ((part, array) for part in manifest.parts if part.shard is not None for array in part.shard.arrays)
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    on_bytes: Callable[[int], object]
+
+    def update(self, data: memoryview, /) -> None:
+        self.on_bytes(len(data))
 
 
-class _PartFiles:
+class PartFiles:
     """Reads arrays from the part files of a checkpoint. One file is open at a time: there may be many ranks."""
 
     def __init__(self, folder: Path) -> None:
@@ -172,17 +205,28 @@ class _PartFiles:
         self._headers: dict[int, Header] = {}
         self._opened: tuple[int, BufferedReader] | None = None
 
-    def read(self, part: Part, array: StoredArray, key: str, out: Array, *totals: xxhash.xxh3_128) -> None:
-        """Read an array into `out` and check its digest."""
-        with self._damage(part):
-            opened, header = self._open(part)
-            _compare(array, read_array(opened, header, key, out, *totals))
+    def load(self, stored: Stored) -> Array:
+        """Return an array, after a check of its digest."""
+        array = stored.array
+        with self._damage(stored.part):
+            if array.nbytes > memory():
+                raise ValueError(f"array {array.name!r} has {array.nbytes} bytes, more than this machine's memory")
+            out = np.empty(array.shape, arrays.dtype_by_name(array.dtype).storage)
+        self.read(stored, out)
+        return out
 
-    def check(self, part: Part, array: StoredArray, key: str, *totals: xxhash.xxh3_128) -> None:
+    def read(self, stored: Stored, out: Array, *totals: Digest) -> None:
+        """Read an array into `out` and check its digest."""
+        with self._damage(stored.part):
+            opened, header = self._open(stored.part)
+            _compare(stored.array, read_array(opened, header, stored.key, out, *totals))
+
+    def check(self, stored: Stored, *totals: Digest) -> None:
         """Check the digest of an array."""
-        with self._damage(part):
-            opened, header = self._open(part)
-            _compare(array, digest_array(opened, header, key, array.dtype, array.shape, *totals))
+        array = stored.array
+        with self._damage(stored.part):
+            opened, header = self._open(stored.part)
+            _compare(array, digest_array(opened, header, stored.key, array.dtype, array.shape, *totals))
 
     def close(self) -> None:
         if self._opened is not None:
@@ -219,7 +263,9 @@ def inspect(path: Path, step: int, fence: Fence) -> Checkpoint:
     try:
         found = Manifest.from_json(read_small(path / MANIFEST))
     except FileNotFoundError:
-        return Checkpoint(path, step, fence, "it has no manifest: the job ended while it was written", nbytes)
+        return Checkpoint(
+            path, step, fence, "it has no manifest: it is still being written, or the job ended before", nbytes
+        )
     except OSError as error:
         return Checkpoint(path, step, fence, f"its manifest cannot be read: {error.strerror}", nbytes, False)
     except OtherFormat as error:
