@@ -14,7 +14,7 @@ from signal import SIGTERM, SIGUSR2
 import pytest
 
 from gradwire.job import stop_signals
-from gradwire.job.stop_notices import NOTICES, NoticeReader, NoticeWriter, StopNotice
+from gradwire.job.stop_notices import NOTICES, NoticeKind, NoticeReader, NoticeWriter, StopNotice
 from gradwire.job.stop_signals import SECOND_AFTER, StopSignals
 
 
@@ -62,7 +62,7 @@ def test_signals_are_reported_once_and_agreement_always(reader: NoticeReader) ->
     signals.accept(SIGUSR2, now=100)
     signals.accept(SIGTERM, now=101)
     signals.agreed(SIGTERM)
-    assert reader.receive() == [StopNotice(SIGUSR2), StopNotice(SIGTERM, agreed=True)]
+    assert reader.receive() == [StopNotice(NoticeKind.RECEIVED, SIGUSR2), StopNotice(NoticeKind.AGREED, SIGTERM)]
 
 
 # -- the pipe ---------------------------------------------------------------------------------------------------------
@@ -71,14 +71,14 @@ def test_signals_are_reported_once_and_agreement_always(reader: NoticeReader) ->
 def test_notices_without_a_launcher_or_with_a_foreign_descriptor_are_not_written(reader: NoticeReader) -> None:
     inode = os.fstat(reader.write_end).st_ino
     for text in ("", "1", f"{reader.write_end}:{inode + 1}", f"999999:{inode}", "x:y"):
-        NoticeWriter({NOTICES: text}).send(StopNotice(SIGTERM))
+        NoticeWriter({NOTICES: text}).send(NoticeKind.RECEIVED, SIGTERM)
     assert reader.receive() == []
 
 
 def test_notices_after_the_program_closed_the_descriptor_are_dropped(reader: NoticeReader) -> None:
     writer = NoticeWriter({NOTICES: reader.variable})
     reader.close_write_end()
-    writer.send(StopNotice(SIGTERM))
+    writer.send(NoticeKind.RECEIVED, SIGTERM)
     assert reader.receive() == []
     assert reader.ended
 
@@ -88,15 +88,15 @@ def test_notices_of_a_full_pipe_are_dropped_without_waiting(reader: NoticeReader
     with pytest.raises(BlockingIOError):
         while True:
             os.write(reader.write_end, b"R\x0f")
-    writer.send(StopNotice(SIGUSR2))
-    assert set(reader.receive()) == {StopNotice(SIGTERM)}
+    writer.send(NoticeKind.RECEIVED, SIGUSR2)
+    assert set(reader.receive()) == {StopNotice(NoticeKind.RECEIVED, SIGTERM)}
 
 
 def test_notices_of_foreign_bytes_end_the_reading(reader: NoticeReader) -> None:
     os.write(reader.write_end, b"R")
     assert reader.receive() == []
     os.write(reader.write_end, b"\x0fhello")
-    assert reader.receive() == [StopNotice(SIGTERM)]
+    assert reader.receive() == [StopNotice(NoticeKind.RECEIVED, SIGTERM)]
     assert reader.ended
 
 
@@ -209,7 +209,7 @@ def test_watched_forked_child_has_the_default_handlers_and_sends_no_notice(numbe
     head = "import os, signal, sys\nfrom gradwire.job import stop_signals\n"
     command = [sys.executable, "-c", head + textwrap.dedent(code), reader.variable]
     assert subprocess.run(command, check=False, timeout=60, pass_fds=[reader.write_end]).returncode == 0
-    assert reader.receive() == []
+    assert [notice.kind for notice in reader.receive()] == [NoticeKind.WATCHING, NoticeKind.NOT_WATCHING]
 
 
 def test_watched_forked_child_can_leave_the_block_and_watch_itself() -> None:

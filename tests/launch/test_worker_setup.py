@@ -34,6 +34,7 @@ def test_worker_environment_has_the_variables_of_torchrun() -> None:
 def test_worker_environment_drops_an_outer_job_and_keeps_settings() -> None:
     outer = environment({}, rank=0, size=8) | {
         "GRADWIRE_ADDRESS": "elsewhere:1",
+        "GRADWIRE_STOP_NOTICES": "7:1234",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "outer",
         "PET_NNODES": "2",
@@ -49,7 +50,7 @@ def test_worker_environment_drops_an_outer_job_and_keeps_settings() -> None:
     assert inner["GRADWIRE_TRANSPORT"] == "tcp"
     assert inner["HOME"] == "/home/me"
     assert not {"GRADWIRE_ADDRESS", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "GROUP_RANK"} & set(inner)
-    assert "PET_NNODES" not in inner
+    assert not {"PET_NNODES", "GRADWIRE_STOP_NOTICES"} & set(inner)
 
 
 def test_worker_environment_shares_out_threads_unless_set() -> None:
@@ -85,5 +86,6 @@ def test_worker_process_has_the_environment(tmp_path: Path, monkeypatch: pytest.
         """,
     )
     ended = run(Task.script(script), 2)
-    names = "GRADWIRE_COORDINATOR GRADWIRE_JOB GRADWIRE_LOCAL_RANK GRADWIRE_RANK GRADWIRE_SIZE GRADWIRE_TOKEN"
+    ours = ("COORDINATOR", "JOB", "LOCAL_RANK", "RANK", "SIZE", "STOP_NOTICES", "TOKEN")
+    names = " ".join(f"GRADWIRE_{name}" for name in ours)
     assert sorted(ended.out.splitlines()) == [f"[0] 0 0 {names} True True", f"[1] 1 1 {names} True True"]

@@ -79,6 +79,7 @@ def join(
     log_dir: Path | None,
     grace: float,
     kill_after: float,
+    stop_timeout: float,
     chaos: str | None,
     script: str,
     args: tuple[str, ...],
@@ -100,6 +101,7 @@ def join(
             output=output,
             grace=grace,
             kill_after=kill_after,
+            stop_timeout=stop_timeout,
             stdin=standard_input(),
         )
 

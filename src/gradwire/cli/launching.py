@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from gradwire.errors import ConfigError, GradwireError
+from gradwire.job.stop_notices import STOP_SIGNALS
 from gradwire.launch.fault_injection import NEEDS_ELASTIC, Chaos, parse
-from gradwire.launch.stop_escalation import GRACE, KILL_AFTER
+from gradwire.launch.stop_escalation import GRACE, KILL_AFTER, STOP_TIMEOUT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from gradwire.launch.worker_process import Task
 
 CONTEXT = {"allow_interspersed_args": False, "max_content_width": 120}
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _SHARED: tuple[_Decorator, ...] = (
@@ -54,6 +55,15 @@ _SHARED: tuple[_Decorator, ...] = (
         default=KILL_AFTER,
         show_default=True,
         help="Wait this long after the first signal before sending SIGKILL.",
+    ),
+    click.option(
+        "--stop-timeout",
+        type=click.FloatRange(min=0),
+        metavar="SECONDS",
+        default=STOP_TIMEOUT,
+        show_default=True,
+        help="The same for scripts that train with gw.elastic: after SIGTERM or SIGUSR2, they finish the current step "
+        "and write a checkpoint.",
     ),
     click.option(
         "--chaos",
@@ -184,12 +194,16 @@ def _warnings_to(output: Output) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_stop(supervisor: Supervisor) -> Iterator[None]:
-    """Let a signal to this process stop the job, and a second one kill it. Ignored signals (nohup) stay ignored."""
-    received: list[int] = []
+    """Let a signal to this process stop the job, and a second one kill it. Ignored signals (nohup) stay ignored.
+
+    SIGTERM after SIGUSR2 does not kill: schedulers send both.
+    """
+    received: set[int] = set()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        supervisor.stop(signal.SIGKILL if received else number)
-        received.append(number)
+        again = number in received or not received.union([number]) <= {*STOP_SIGNALS}
+        supervisor.stop(signal.SIGKILL if received and again else number)
+        received.add(number)
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a parent left it ignored, no exit of a worker could be seen
     before = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -213,7 +227,8 @@ def _report_end(outcome: Outcome, log_dir: Path) -> None:
     root = outcome.root
     if root is None:
         if outcome.stopped_by is not None:
-            console.print(f"gradwire: stopped by {signal.Signals(outcome.stopped_by).name}; logs in {log_dir}")
+            name = signal.Signals(outcome.stopped_by).name
+            console.print(f"gradwire: stopped by {name}{outcome.stop_origin}; logs in {log_dir}")
         else:
             _report_losses(console, outcome.endings)
         return

@@ -110,6 +110,7 @@ def run(
     log_dir: Path | None,
     grace: float,
     kill_after: float,
+    stop_timeout: float,
     chaos: str | None,
     script: str,
     args: tuple[str, ...],
@@ -150,7 +151,8 @@ def run(
             setup: WorkerSetup = where.setup(environ)
             policy = Restarts(minimum=least if where.hosts else 1, restarts=restarts or 0)
         elif nodes.several:
-            setup = _on_nodes(nodes, name, environ, insecure=options.insecure, stop_seconds=grace + kill_after)
+            limits = {"stop_seconds": grace + kill_after, "stop_timeout": stop_timeout}
+            setup = _on_nodes(nodes, name, environ, insecure=options.insecure, **limits)
         else:
             setup = _here(nodes.workers, name, environ)
         return Supervisor(
@@ -162,6 +164,7 @@ def run(
             output=output,
             grace=grace,
             kill_after=kill_after,
+            stop_timeout=stop_timeout,
             stdin=standard_input(),
         )
 
@@ -189,7 +192,7 @@ def _here(size: int, name: str | None, environ: Mapping[str, str]) -> WorkerSetu
 
 
 def _on_nodes(
-    nodes: Nodes, name: str | None, environ: Mapping[str, str], *, insecure: bool, stop_seconds: float
+    nodes: Nodes, name: str | None, environ: Mapping[str, str], *, insecure: bool, **limits: float
 ) -> WorkerSetup:
     """Connect to the launchers of the other hosts, and return the setup of this host's workers."""
     from gradwire.launch.node_setup import node_setup
@@ -205,7 +208,7 @@ def _on_nodes(
     settings = node_config(nodes.rank, nodes.most, nodes.address, environ, insecure=insecure, job=name)
     refuse_to_suspend()
     joined = join_nodes(settings, nodes.workers, environ, report)
-    return node_setup(joined, settings, environ, stop_seconds=stop_seconds)
+    return node_setup(joined, settings, environ, **limits)
 
 
 @dataclass(frozen=True)

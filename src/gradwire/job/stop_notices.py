@@ -1,7 +1,6 @@
-"""Sends notices from a worker to its launcher through a pipe: this worker leaves its job because of a signal.
+"""Sends notices from a worker to its launcher through a pipe: how this worker reacts to signals that stop its job.
 
-A notice has two bytes: how the worker learnt of the signal, and the signal's number. Writing one never blocks, so
-signal handlers may do it.
+A notice has two bytes: its kind, and the number of a signal. Writing one never blocks, so signal handlers may do it.
 
 `GRADWIRE_STOP_NOTICES` contains the descriptor's number and the pipe's inode, as `GRADWIRE_NEWS` does: a program that
 the worker starts inherits the variable but not the descriptor, and may use the same number for a file of its own.
@@ -10,25 +9,32 @@ the worker starts inherits the variable but not the descriptor, and may use the 
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
+import signal
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 NOTICES = "GRADWIRE_STOP_NOTICES"
-_RECEIVED, _AGREED = b"R", b"A"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+_NUMBERS = (0, *STOP_SIGNALS)
 _SIZE = 2  # bytes
+
+
+class NoticeKind(enum.Enum):
+    WATCHING = b"W"  # after one of STOP_SIGNALS, the worker leaves the job after a whole step
+    RECEIVED = b"R"  # the worker watches, and has received a signal
+    AGREED = b"A"  # all ranks have agreed to leave; the worker may not have received the signal itself
+    NOT_WATCHING = b"N"  # signals have their default effect again
 
 
 @dataclass(frozen=True)
 class StopNotice:
-    """A worker leaves its job because of signal `number`.
+    """A worker's report; `number` is the signal that it received or leaves because of."""
 
-    `agreed`: all ranks have agreed to leave, and the worker may not have received the signal itself.
-    """
-
-    number: int
-    agreed: bool = False
+    kind: NoticeKind
+    number: int = 0
 
 
 class NoticeWriter:
@@ -40,14 +46,14 @@ class NoticeWriter:
         self._pipe = (int(number), int(inode)) if number.isdecimal() and inode.isdecimal() else None
         self._owner = os.getpid()
 
-    def send(self, notice: StopNotice) -> None:
+    def send(self, kind: NoticeKind, number: int = 0) -> None:
         if self._pipe is None or os.getpid() != self._owner:
             return
         fd, inode = self._pipe
         with contextlib.suppress(OSError, OverflowError):  # the program has closed it, or the launcher has exited
             status = os.fstat(fd)
             if stat.S_ISFIFO(status.st_mode) and status.st_ino == inode:
-                os.write(fd, (_AGREED if notice.agreed else _RECEIVED) + bytes([notice.number]))
+                os.write(fd, kind.value + bytes([number]))
 
 
 class NoticeReader:
@@ -75,7 +81,7 @@ class NoticeReader:
 
     def receive(self) -> list[StopNotice]:
         """Return the notices that have arrived. Bytes that are no notices end the reading: programs may write any."""
-        notices = []
+        notices: list[StopNotice] = []
         while not self.ended:
             try:
                 chunk = os.read(self._fd, 4096)
@@ -86,11 +92,10 @@ class NoticeReader:
             whole = len(data) - len(data) % _SIZE
             self._rest = data[whole:]
             for at in range(0, whole, _SIZE):
-                kind, number = data[at : at + 1], data[at + 1]
-                if self.ended or kind not in (_RECEIVED, _AGREED):
+                if self.ended or data[at] not in _KINDS or data[at + 1] not in _NUMBERS:
                     self.ended = True
                     break
-                notices.append(StopNotice(number, kind == _AGREED))
+                notices.append(StopNotice(_KINDS[data[at]], data[at + 1]))
         return notices
 
     def close(self) -> None:
@@ -98,3 +103,6 @@ class NoticeReader:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self.ended = -1, True
+
+
+_KINDS = {kind.value[0]: kind for kind in NoticeKind}

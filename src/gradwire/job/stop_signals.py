@@ -6,7 +6,8 @@
             ...
 
 While a run watches, the first signal is recorded and reported to the launcher, and has no other effect. It has its
-default effect, the end of this process, if the run cannot leave gracefully, and if SIGTERM arrives a second time.
+default effect, the end of this process, if the run cannot leave gracefully, and if SIGTERM arrives a second time. When
+the run has acted upon a signal, another one does not disturb the exit of this process either.
 
 Only signals with the default handler are watched, and only in the main thread: Python runs handlers there. A forked
 child (a data loader) has the default handlers again.
@@ -22,9 +23,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from gradwire.job.stop_notices import NoticeWriter, StopNotice
+from gradwire.job.stop_notices import STOP_SIGNALS, NoticeKind, NoticeWriter
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 # A scheduler may signal every process of a job, and the launcher then forwards its own signal too. SIGTERM counts as a
 # second one only if it arrives this many seconds after the first.
 SECOND_AFTER = 2.0
@@ -37,7 +37,7 @@ class StopSignals:
         self._can_stop = can_stop
         self._notices = notices
         self._received = 0
-        self._acted_upon = False
+        self.acted_upon = False  # this process leaves because of the signal
         self._first_term: float | None = None
 
     @property
@@ -51,24 +51,33 @@ class StopSignals:
     @property
     def unhandled(self) -> int:
         """The received signal if the run has not acted upon it: a later run of this process must do so. Otherwise 0."""
-        return 0 if self._acted_upon else self._received
+        return 0 if self.acted_upon else self._received
+
+    def begin(self) -> None:
+        """Report that this process watches for signals."""
+        self._report(NoticeKind.WATCHING)
+
+    def end(self) -> None:
+        """Report that signals have their default effect again."""
+        self._report(NoticeKind.NOT_WATCHING)
 
     def inherit(self, number: int) -> None:
-        """Record a signal that another run of this process has received, reported, and not acted upon."""
-        self._received = self._received or number
+        """Record a signal that another run of this process has received and not acted upon."""
+        if number and not self._received:
+            self._received = number
+            self._report(NoticeKind.RECEIVED, number)
 
     def agreed(self, number: int) -> None:
         """Report to the launcher that all ranks leave because of this signal, which any of them has received.
 
         Call it on all ranks when they have agreed, before a checkpoint is written: the launcher then waits for it.
         """
-        self._acted_upon = True
-        if self._notices is not None:
-            self._notices.send(StopNotice(number, agreed=True))
+        self.acted_upon = True
+        self._report(NoticeKind.AGREED, number)
 
     def accept(self, number: int, now: float) -> bool:
         """Record and report a signal. Return False if it must have its default effect."""
-        if not self._can_stop():
+        if not (self.acted_upon or self._can_stop()):
             return False
         if number == signal.SIGTERM:
             if self._first_term is None:
@@ -77,14 +86,18 @@ class StopSignals:
                 return False
         if not self._received:
             self._received = number
-            if self._notices is not None:
-                self._notices.send(StopNotice(number))
+            self._report(NoticeKind.RECEIVED, number)
         return True
+
+    def _report(self, kind: NoticeKind, number: int = 0) -> None:
+        if self._notices is not None:
+            self._notices.send(kind, number)
 
 
 _watches: list[StopSignals] = []  # the last one decides
 _owner = 0  # the process that watches; a forked child has another id
 _unhandled = 0  # a signal that a run which has ended received and did not act upon
+_leaving: StopSignals | None = None  # of a run that has ended because of a signal
 _fork_hook_set = False
 
 
@@ -112,6 +125,7 @@ def _begin(signals: StopSignals) -> None:
     if not _fork_hook_set:
         _fork_hook_set = True
         os.register_at_fork(after_in_child=_forget_parent)
+    signals.begin()
     signals.inherit(_unhandled)
     _owner, _unhandled = os.getpid(), 0
     _watches.append(signals)
@@ -121,20 +135,23 @@ def _begin(signals: StopSignals) -> None:
 
 
 def _end(signals: StopSignals) -> None:
-    global _unhandled
+    global _unhandled, _leaving
     if signals not in _watches:  # a forked child leaves the block of its parent
         return
     _watches.remove(signals)
     if _watches:
         _watches[-1].inherit(signals.unhandled)
+    elif signals.acted_upon:
+        _leaving = signals
     else:
         _unhandled = signals.unhandled
         _set_default()
+        signals.end()
 
 
 def _forget_parent() -> None:
-    global _unhandled
-    _unhandled = 0
+    global _unhandled, _leaving
+    _unhandled, _leaving = 0, None
     _watches.clear()
     _set_default()
 
@@ -149,7 +166,8 @@ def _set_default() -> None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    if os.getpid() == _owner and _watches and _watches[-1].accept(number, time.monotonic()):
+    deciding = _watches[-1] if _watches else _leaving
+    if os.getpid() == _owner and deciding is not None and deciding.accept(number, time.monotonic()):
         return
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

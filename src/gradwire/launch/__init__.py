@@ -7,6 +7,7 @@ terminal_lines        splits the bytes of a stream into lines as a terminal show
 process_tree          all processes of a worker, and the guard that kills them
 log_folder            the folder for the logs of a run; moves the logs of earlier runs
 stop_escalation       which signal is sent when; pure
+graceful_stop         what workers report when they leave after a whole step; pure
 rendezvous            the coordinator and the secret of a job of fixed size
 coordinator_wait      waits for a coordinator before workers are started
 nodes                 the group of the launchers of a job on several hosts

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from gradwire.errors import GradwireError, TransportError
 from gradwire.job import config
 from gradwire.job.config import JobConfig
+from gradwire.job.stop_notices import STOP_SIGNALS
 from gradwire.launch import root_cause, worker_setup
 from gradwire.launch.nodes import NodeGroup
 from gradwire.launch.rendezvous import Rendezvous
 from gradwire.launch.root_cause import Ending
+from gradwire.launch.stop_escalation import STOP_TIMEOUT
 from gradwire.launch.worker_setup import Elsewhere, StaticSetup, SupervisorAccess, WorkerEnvironment
 from gradwire.security import tokens
 from gradwire.security.credentials import Credentials
@@ -29,7 +31,7 @@ from gradwire.topology import rank_ranges
 if TYPE_CHECKING:
     from gradwire.membership.coordinator.service import Coordinator
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGKILL)
 LAST_REPORT_SECONDS = 10.0  # for the last report of another launcher, after its workers must have ended
 
 
@@ -44,11 +46,13 @@ class NodeSetup(StaticSetup):
         port: int,
         *,
         stop_seconds: float,
+        stop_timeout: float = STOP_TIMEOUT,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """`port` is for a server that rank 0 of the script starts itself.
 
-        `stop_seconds` is the longest time in which the workers of a node end after a failure.
+        `stop_seconds` is the longest time in which the workers of a node end after a failure, `stop_timeout` the
+        longest one after a signal that lets them leave after a whole step.
         """
         super().__init__(nodes.layout.size, rendezvous, environ)
         assert settings.address is not None
@@ -58,6 +62,7 @@ class NodeSetup(StaticSetup):
         self._insecure = settings.insecure
         self._port = port
         self._stop_seconds = stop_seconds
+        self._stop_timeout = stop_timeout
         self._inbox: collections.deque[tuple[int, Any]] = collections.deque()
         self._last_reports = 0  # nodes whose last report has arrived; used by the thread that receives
         self._supervisor: SupervisorAccess | None = None
@@ -114,7 +119,7 @@ class NodeSetup(StaticSetup):
             self._nodes.send({"failed": True})
 
     def stopping(self, number: int) -> None:
-        self._limit_waiting()
+        self._limit_waiting(max(self._stop_timeout, self._stop_seconds) if number in STOP_SIGNALS else None)
         if not self._told_stop:
             self._told_stop = True
             self._nodes.send({"stopped": int(number)})
@@ -195,9 +200,10 @@ class NodeSetup(StaticSetup):
         self._supervisor.print_line(f"gradwire: {problem}; this launcher ends its workers")
         self._supervisor.end_after_failure()
 
-    def _limit_waiting(self) -> None:
+    def _limit_waiting(self, seconds: float | None = None) -> None:
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._stop_seconds + LAST_REPORT_SECONDS
+            seconds = self._stop_seconds if seconds is None else seconds
+            self._deadline = time.monotonic() + seconds + LAST_REPORT_SECONDS
 
     def _name(self, node: int) -> str:
         return f"node {node} (host {self._layout.hosts[node]})"
@@ -216,7 +222,14 @@ class _Remote:
         pass
 
 
-def node_setup(nodes: NodeGroup, settings: JobConfig, environ: Mapping[str, str], *, stop_seconds: float) -> NodeSetup:
+def node_setup(
+    nodes: NodeGroup,
+    settings: JobConfig,
+    environ: Mapping[str, str],
+    *,
+    stop_seconds: float,
+    stop_timeout: float = STOP_TIMEOUT,
+) -> NodeSetup:
     """Return the setup of this node's workers. Node 0 starts their coordinator, and the others learn where it is."""
     assert settings.address is not None
     serving, terms = None, None
@@ -228,7 +241,8 @@ def node_setup(nodes: NodeGroup, settings: JobConfig, environ: Mapping[str, str]
         match nodes.broadcast(terms):
             case {"coordinator": str(address), "job": str(job), "port": int(port)}:
                 rendezvous = Rendezvous(serving or _Remote(address), job, environ.get(TOKEN))
-                return NodeSetup(nodes, settings, rendezvous, port, stop_seconds=stop_seconds, environ=environ)
+                limits = {"stop_seconds": stop_seconds, "stop_timeout": stop_timeout}
+                return NodeSetup(nodes, settings, rendezvous, port, environ=environ, **limits)
         raise TransportError("node 0 runs another version of gradwire: install the same one on all nodes")
     except BaseException as error:
         nodes.abort(f"the launcher of node {nodes.layout.node} failed: {error}")

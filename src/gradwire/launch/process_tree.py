@@ -125,7 +125,7 @@ class _GuardOrders:
 
 
 def _guard(supervisor: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     orders = _GuardOrders()
     _listen(orders, supervisor)

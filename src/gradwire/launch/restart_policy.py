@@ -24,7 +24,7 @@ FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds before a replacement, after th
 class EndKind(enum.Enum):
     """How a worker ended."""
 
-    WELL = "well"  # with code 0: the worker has finished or left the job
+    WELL = "well"  # the worker has finished, or left the job
     LOST = "lost"  # by a signal
     ERROR = "error"  # by an exception, or with another code
     REFUSED = "refused"  # the coordinator did not let it join

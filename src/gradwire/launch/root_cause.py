@@ -103,6 +103,7 @@ class Ending:
     left_early: bool = False  # the process exited with code 0 while other ranks still needed it
     kill_reason: str = ""  # why the supervisor killed the worker, if it did so for another reason than stopping the job
     host: str = ""  # where the worker ran, if another launcher started it
+    stop_signal: int = 0  # because of which the worker left its job after a whole step, as it reported
 
     @property
     def name(self) -> str:
@@ -110,7 +111,12 @@ class Ending:
 
     @property
     def failed(self) -> bool:
-        return self.status != 0 or self.result_missing
+        return not self.left_gracefully and (self.status != 0 or self.result_missing)
+
+    @property
+    def left_gracefully(self) -> bool:
+        """Whether the worker left after a whole step because of a signal."""
+        return self.stop_signal != 0 and self.status == EXIT_BY_SIGNAL + self.stop_signal
 
     @property
     def too_late(self) -> bool:
@@ -141,7 +147,7 @@ def to_message(ending: Ending, now: float) -> dict[str, Any]:
     report = None if ending.report is None else {**asdict(ending.report), "time": ending.report.time - now}
     stop_sent = None if ending.stop_sent is None else ending.stop_sent - now
     return {
-        **{name: getattr(ending, name) for name in ("number", "pid", "status", "kill_reason")},
+        **{name: getattr(ending, name) for name in ("number", "pid", "status", "kill_reason", "stop_signal")},
         "time": ending.time - now,
         "stop_sent": stop_sent,
         "report": report,
@@ -156,6 +162,7 @@ def from_message(message: object, host: str, now: float) -> Ending:
             "pid": int(pid),
             "status": int(status),
             "kill_reason": str(kill_reason),
+            "stop_signal": int(stop_signal),
             "time": float(time),
             "stop_sent": float() | None as stop_sent,
             "report": dict() | None as report,
@@ -170,6 +177,7 @@ def from_message(message: object, host: str, now: float) -> Ending:
                 None if told is None else replace(told, time=told.time + now),
                 kill_reason=kill_reason,
                 host=host,
+                stop_signal=stop_signal,
             )
     raise ValueError("malformed ending")
 

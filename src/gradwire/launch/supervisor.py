@@ -2,7 +2,8 @@
 
 When a worker fails, `restart_policy` decides: the job continues without it, replaces it, or has failed. If the job has
 failed, the other workers get a grace period in which their collectives raise and they can save their state; then
-SIGTERM, and later SIGKILL. Processes that a worker has started end with it. If the supervisor's own process is killed,
+SIGTERM, and later SIGKILL. Workers that leave after a whole step because of a signal (see `graceful_stop`) have not
+failed, and get more time. Processes that a worker has started end with it. If the supervisor's own process is killed,
 its guard kills the workers.
 
 One thread supervises and another prints (see `output.py`); the caller starts, waits and stops.
@@ -23,14 +24,16 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from gradwire.errors import ConfigError, InvalidSize, TransportError
+from gradwire.job.stop_notices import NoticeKind
 from gradwire.launch import root_cause
 from gradwire.launch.defer_signals import deferred_signals
 from gradwire.launch.fault_injection import Chaos, FaultInjector
+from gradwire.launch.graceful_stop import GracefulStop
 from gradwire.launch.output import Output
 from gradwire.launch.process_tree import Guard
 from gradwire.launch.restart_policy import EndKind, Restarts, Verdict
 from gradwire.launch.root_cause import Ending
-from gradwire.launch.stop_escalation import GRACE, KILL_AFTER, StopEscalation
+from gradwire.launch.stop_escalation import GRACE, KILL_AFTER, STOP_TIMEOUT, StopEscalation
 from gradwire.launch.worker_process import Task, Worker
 from gradwire.launch.worker_setup import WorkerSetup
 
@@ -46,7 +49,8 @@ class Outcome:
     endings: tuple[Ending, ...]
     root: Ending | None  # the failure that explains the others; None if the job ended well
     last_lines: tuple[str, ...]  # printed by the worker that is the root cause
-    stopped_by: int | None  # the signal given to `stop`, if the job had not ended before
+    stopped_by: int | None  # the signal given to `stop` or to a worker, if the job had not ended before
+    stop_origin: str = ""  # where that signal arrived, in words that follow its name
 
     @property
     def exit_code(self) -> int:
@@ -80,6 +84,7 @@ class Supervisor:
         output: Output | None = None,
         grace: float = GRACE,
         kill_after: float = KILL_AFTER,
+        stop_timeout: float = STOP_TIMEOUT,
         stdin: int | None = None,
     ) -> None:
         """`stdin` is the descriptor that worker 0 reads as its standard input. That of all others is empty."""
@@ -97,7 +102,8 @@ class Supervisor:
         self._injector: FaultInjector | None = None
         self._output = output or Output()
         self._stdin = stdin
-        self._escalation = StopEscalation(grace, kill_after)
+        self._escalation = StopEscalation(grace, kill_after, stop_timeout)
+        self._graceful = GracefulStop(setup.noun, stop_timeout)
         self._local_ranks: dict[int, int] = {}
         self._auxiliary: list[Worker] = []  # processes that are not workers
         self._judged: set[int] = set()
@@ -105,7 +111,6 @@ class Supervisor:
         self._unanswered: list[Worker] = []  # workers that failed and were not replaced
         self._given_up_at: int | None = None  # index in it of the failure that ended the job
         self._requests: collections.deque[int] = collections.deque()
-        self._stopped_by: int | None = None
         self._asked: set[int] = set()  # the signals of all requests to stop
         self._selector = selectors.DefaultSelector()
         self._wake_receiver: socket.socket | None = None
@@ -251,10 +256,11 @@ class Supervisor:
             self._watch_until_gone()
             self._finish_output()
             root, elsewhere = self._root(), self._setup.elsewhere
-            if root is None and self._stopped_by is None and elsewhere.problem is not None:
+            stopped_by = self._graceful.stopped_by
+            if root is None and stopped_by is None and elsewhere.problem is not None:
                 raise elsewhere.problem
             endings = (*self._endings(), *elsewhere.endings)
-            self.outcome = Outcome(endings, root, self._last_lines(root), self._stopped_by)
+            self.outcome = Outcome(endings, root, self._last_lines(root), stopped_by, self._graceful.origin)
         except BaseException as error:
             self._problem = error
         finally:
@@ -307,13 +313,8 @@ class Supervisor:
             process.close()
 
     def _act(self, now: float) -> None:
-        while self._requests:
-            number = self._requests.popleft()
-            self._stopped_by = self._stopped_by or number
-            self._asked.add(number)
-            self._escalation.asked(number, now)
-            self._setup.stopping(number)
-            self._prepare_end()
+        self._handle_requests(now)
+        self._handle_notices(now)
         for worker in self.workers:
             if worker.number not in self._judged and (worker.ending is not None or worker.has_failed(now)):
                 self._judge(worker, now)
@@ -322,8 +323,39 @@ class Supervisor:
         if self._injector is not None:
             self._injector.make(now)
         for number in self._escalation.due(now):
+            if number == signal.SIGKILL and self._escalation.graceful and number not in self._asked:
+                self.print_line(f"gradwire: {self._graceful.overdue}")
             for worker in self.workers:
                 worker.signal(number, now)
+
+    def _handle_requests(self, now: float) -> None:
+        while self._requests:
+            number = self._requests.popleft()
+            self._asked.add(number)
+            watching = any(worker.watches and worker.ending is None for worker in self.workers)
+            self._escalation.asked(number, now)
+            if watching:
+                self._escalation.leaving(now, agreed=False)
+            self._report_stop(self._graceful.asked(number, watching=watching))
+            self._setup.stopping(number)
+            self._prepare_end()
+
+    def _handle_notices(self, now: float) -> None:
+        """Note what workers have reported about signals that stop the job."""
+        for worker in self.workers:
+            for notice in worker.take_notices():
+                if notice.kind is NoticeKind.NOT_WATCHING and (again := self._graceful.default_signal):
+                    worker.signal(again, now)  # it arrived after the last step, so it had no effect on the script
+                if notice.kind not in (NoticeKind.RECEIVED, NoticeKind.AGREED):
+                    continue
+                self._report_stop(self._graceful.noticed(worker.number, notice, forwarded=worker.was_signalled))
+                self._escalation.leaving(now, agreed=notice.kind is NoticeKind.AGREED)
+                if notice.kind is NoticeKind.AGREED:
+                    self._prepare_end()
+
+    def _report_stop(self, line: str) -> None:
+        if line:
+            self.print_line(f"gradwire: {line}")
 
     def _judge(self, worker: Worker, now: float) -> None:
         self._judged.add(worker.number)
@@ -406,7 +438,7 @@ class Supervisor:
         if self._given_up_at is not None:
             endings = [worker.ending for worker in self._unanswered if worker.ending is not None]
             root = root_cause.of_failure([*endings, *others], self._given_up_at)
-        elif self._stopped_by is not None:
+        elif self._graceful.stopped_by is not None:
             return None
         elif others:
             root = root_cause.find(everything)
@@ -425,7 +457,7 @@ class Supervisor:
     def _finish_output(self) -> None:
         """Wait until all output is shown. A slow or paused reader may take any time, unless `stop` is called."""
         while not self._output.close(timeout=0.2):
-            if self._requests or self._stopped_by:
+            if self._requests or self._asked:
                 return
 
     def _endings(self) -> tuple[Ending, ...]:

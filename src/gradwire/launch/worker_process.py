@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from gradwire.job.stop_notices import NOTICES, STOP_SIGNALS, NoticeKind, NoticeReader, StopNotice
 from gradwire.launch import process_tree, worker_main
 from gradwire.launch.output import Pipes
 from gradwire.launch.restart_policy import EndKind
-from gradwire.launch.root_cause import Ending, Report
+from gradwire.launch.root_cause import EXIT_BY_SIGNAL, Ending, Report
 
 _LAST_STEPS = 2.0  # seconds between an uncaught exception and the exit, after which the process counts as hanging
 _CHUNK = 1 << 20  # bytes allocated for a message at first; the buffer doubles as the bytes arrive
@@ -71,13 +72,18 @@ class Worker:
         self.exception: bytearray | None = None  # the exception of the report, if it could be pickled
         self.ending: Ending | None = None
         self.gone = False  # the process and all that it started have ended
+        self.watches = False  # after SIGTERM or SIGUSR2, the worker leaves after a whole step
+        self.stop_signal = 0  # because of which it leaves so, as it has reported; 0: none
         self._leftover_seconds = leftover_seconds
         self._unkillable_seconds = unkillable_seconds
         self._returns = task.returns
         self._stop_sent: float | None = None
+        self._sent: set[int] = set()  # the signals that the supervisor has sent
+        self._reported: list[StopNotice] = []
         self._killed_at: float | None = None
         self._channel, theirs = socket.socketpair()
         self._messages = MessageReader(self._channel)
+        self._notices = NoticeReader()
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -88,13 +94,15 @@ class Worker:
                     stdin=subprocess.DEVNULL if stdin is None else stdin,
                     stdout=pipes.out,
                     stderr=pipes.err,
-                    env=dict(environ),
-                    pass_fds=(theirs.fileno(), pipes.tracebacks, *task.inherited),
+                    env={**environ, NOTICES: self._notices.variable},
+                    pass_fds=(theirs.fileno(), pipes.tracebacks, self._notices.write_end, *task.inherited),
                     start_new_session=True,
                 )
         except BaseException:
             self._channel.close()
+            self._notices.close()
             raise
+        self._notices.close_write_end()
         self.pid = self._process.pid
         self._exit_fd = _exit_fd(self.pid)
 
@@ -109,6 +117,8 @@ class Worker:
         """Yield the descriptors that become readable when something has happened."""
         if self.ending is None and not self._messages.ended:
             yield self._channel.fileno()
+        if self.ending is None and not self._notices.ended:
+            yield self._notices.fileno()
         if self.ending is None and self._exit_fd is not None:
             yield self._exit_fd
 
@@ -121,7 +131,27 @@ class Worker:
         """Whether the process ended badly, or reported an exception and then did not exit (a thread keeps it alive)."""
         if self.ending is not None:
             return self.ending.failed
-        return self.report is not None and self.report.fatal and now >= self.report.time + _LAST_STEPS
+        hangs = self.report is not None and self.report.fatal and now >= self.report.time + _LAST_STEPS
+        return hangs and not self._is_leaving
+
+    @property
+    def was_signalled(self) -> bool:
+        """Whether the supervisor has signalled this worker."""
+        return bool(self._sent)
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether the script has ended because of a signal, after a whole step: the process may take its time to exit.
+
+        Its threads may have work to do, for example to upload a file.
+        """
+        code = str(EXIT_BY_SIGNAL + self.stop_signal)
+        return self.stop_signal != 0 and self.report is not None and self.report.message == code
+
+    def take_notices(self) -> list[StopNotice]:
+        """Return the notices about stop signals that have arrived since the last call."""
+        notices, self._reported = self._reported, []
+        return notices
 
     @property
     def end_kind(self) -> EndKind:
@@ -141,11 +171,17 @@ class Worker:
         return self.report.time if self.report is not None else now
 
     def signal(self, number: int, now: float) -> None:
-        """Send a signal that stops the worker; SIGKILL goes to its whole session."""
+        """Send a signal that stops the worker; SIGKILL goes to its whole session.
+
+        A worker that leaves gracefully is not asked again: a second SIGTERM would end it at once.
+        """
         if self.gone:
             return
         if self.ending is None and self._stop_sent is None:
             self._stop_sent = now
+        if number in STOP_SIGNALS and self.stop_signal:
+            return
+        self._sent.add(number)
         if number == signal.SIGKILL:
             self._killed_at = now
             process_tree.kill(self.pid)
@@ -161,10 +197,12 @@ class Worker:
             if self._killed_at is not None and now >= self._killed_at + self._unkillable_seconds:
                 status = status or -signal.SIGKILL  # it hangs in the kernel (a driver, a file server): abandoned
             self._read_messages()
+            self._read_notices()
             if status is not None:
                 missing = status == 0 and self._returns and self.result is None
-                facts = (self.number, self.pid, status, now, self._stop_sent, self.report, missing)
-                self.ending = Ending(*facts, noun=self.noun, kill_reason=self.kill_reason)
+                stop_sent = None if self._failed_alone(status) else self._stop_sent
+                facts = (self.number, self.pid, status, now, stop_sent, self.report, missing)
+                self.ending = Ending(*facts, noun=self.noun, kill_reason=self.kill_reason, stop_signal=self.stop_signal)
         if self.ending is not None:
             self._end_session(now - self.ending.time)
 
@@ -177,6 +215,23 @@ class Worker:
                 self.exception = body
             elif kind == worker_main.RESULT:
                 self.result = body
+
+    def _read_notices(self) -> None:
+        for notice in self._notices.receive():
+            self._reported.append(notice)
+            match notice.kind:
+                case NoticeKind.WATCHING:
+                    self.watches = True
+                case NoticeKind.NOT_WATCHING:
+                    self.watches, self.stop_signal = False, 0
+                case NoticeKind.RECEIVED | NoticeKind.AGREED:
+                    self.stop_signal = notice.number
+
+    def _failed_alone(self, status: int) -> bool:
+        """Whether a worker that was leaving gracefully has failed for another reason than the supervisor's signals."""
+        if not self.stop_signal or signal.SIGINT in self._sent:
+            return False
+        return (self.report is not None and self.report.explains_itself) or (status < 0 and -status not in self._sent)
 
     def _status(self) -> int | None:
         """Return the exit code or minus the signal; the process stays a zombie, so its pid is not reused."""
@@ -220,6 +275,7 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that cannot be killed
             self._process.wait(self._leftover_seconds)
         self._channel.close()
+        self._notices.close()
         if self._exit_fd is not None:
             os.close(self._exit_fd)
             self._exit_fd = None

@@ -13,6 +13,7 @@ from gradwire.errors import GradwireError, TransportError, UnsupportedOp
 from gradwire.host import malloc
 from gradwire.job import config
 from gradwire.job.environments import torchrun
+from gradwire.job.stop_notices import NOTICES
 from gradwire.launch.rendezvous import Rendezvous
 from gradwire.launch.restart_policy import Restarts, Verdict
 from gradwire.launch.root_cause import Ending
@@ -27,7 +28,7 @@ _PORTS = range(20000, 30000)
 # A worker that starts another job must not pass on its own identity. Other variables (GRADWIRE_TIMEOUT,
 # GRADWIRE_TRANSPORT …) are settings, which hold for that job too.
 _IDENTITY = {config.RANK, config.SIZE, config.LOCAL_RANK, config.ADDRESS, config.COORDINATOR, config.JOB, TOKEN}
-_IDENTITY |= {config.ELASTIC, config.MEMBER, NEWS}
+_IDENTITY |= {config.ELASTIC, config.MEMBER, NEWS, NOTICES}
 _IDENTITY |= {torchrun.RANK, torchrun.SIZE, torchrun.LOCAL_RANK, torchrun.HOST, torchrun.PORT, LOCAL_SIZE}
 _IDENTITY |= {GROUP_RANK, GROUP_SIZE, "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 _PREFIXES = ("TORCHELASTIC_", "PET_")  # variables of torchrun; PET_* set its options, and those of `gradwire run`
