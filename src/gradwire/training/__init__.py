@@ -4,9 +4,11 @@ communicator      `gw.Communicator`: the calls that training code needs of a gro
 engine_group      runs gradwire's operations on a user's communicator
 agreement_check   compares the names, shapes and settings of all ranks before they exchange tensors
 finite            finds NaN and infinite values
-sampler           `Sampler`: assigns samples to ranks
 fence             `Fence`: orders the writers of checkpoints
 companions        plain values of gradwire's own objects that belong to a replicated state
+loader_iterator   finds the DataLoader that iterates over a sampler, and counts its batches
+sampling_progress  the progress of a run through the epochs of a sampler
+sampler           `Sampler`: assigns samples to ranks
 state             replicated state as a JSON description and a list of arrays
 checkpoints       the files of checkpoints: writing, listing, reading and removing them
 commit_rules      rules: when a step is committed, and which state survives a failure (no I/O, no clock)

@@ -190,6 +190,14 @@ class Elastic:
         """How many times the run has continued in a new generation after a failure."""
         return self._replica.recoveries
 
+    def begin(self) -> None:
+        """Agree with all ranks on the state to continue from, and load it from a checkpoint if there is one.
+
+        The first step does this if it has not been done. Call it earlier, on all ranks, to read the loaded state before
+        the first step, for example `completed`.
+        """
+        drive(self._protocol.begin(), self._replica.perform)
+
     def steps(self, total: SupportsIndex) -> Iterator[Step]:
         """Yield the steps that are still to do, up to step `total - 1`. Wrap each iteration in `with step:`.
 
@@ -212,7 +220,7 @@ class Elastic:
         last = whole("total", total) - 1
         with stop_signals.watched(self._can_stop) as self._signals:
             while True:
-                drive(self._protocol.begin(), self._replica.perform)
+                self.begin()
                 ends = self.completed >= last or bool(self._protocol.stop)
                 GroupInternals(self.group).mark_finished(ends)
                 if ends:
