@@ -14,10 +14,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from gradwire.cli import main
+from support.checkpoints import write_checkpoint
 from support.documents import ROOT, clean_environ
 from support.launch_jobs import LONG, written
 from support.namespaces import Namespace
@@ -115,11 +117,13 @@ def run(
 
 @pytest.fixture(name="folder")
 def folder_fixture(tmp_path: Path) -> Path:
-    """A home folder with the scripts and the other gradwire that the examples name."""
+    """A home folder with the scripts, the checkpoints and the other gradwire that the examples name."""
     home = tmp_path / "home"
     (home / "package").mkdir(parents=True)
     written(home, SCRIPT, "train.py")
     written(home / "package", SCRIPT, "train.py")
+    for step in (99, 199):
+        write_checkpoint(home / "saved", {"w": np.full(3, float(step))}, step)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / ".venv").symlink_to(sys.prefix)
     return home

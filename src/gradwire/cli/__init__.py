@@ -7,6 +7,7 @@ show_config   what `run` takes from the configuration, and the table of `run --s
 launching     options, signals and the final report that `run` and `join` share
 coordinator   `gradwire coordinator`
 certs         `gradwire certs`
+checkpoints   `gradwire checkpoints`
 tune          `gradwire tune`
 bench         `gradwire bench`
 run           `gradwire run`
@@ -20,6 +21,7 @@ import click
 import gradwire
 from gradwire.cli.bench import bench
 from gradwire.cli.certs import certs
+from gradwire.cli.checkpoints import checkpoints
 from gradwire.cli.coordinator import coordinator
 from gradwire.cli.invite import invite
 from gradwire.cli.join import join
@@ -53,6 +55,7 @@ main.add_command(bench)
 main.add_command(join)
 main.add_command(coordinator)
 main.add_command(certs)
+main.add_command(checkpoints)
 main.add_command(invite)
 main.add_command(run)
 main.add_command(tune)

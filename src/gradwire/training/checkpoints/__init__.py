@@ -10,6 +10,8 @@ claims        `Claims`: the order in which runs have claimed a folder
 checkpoint    `Checkpoint`: one checkpoint on the disk, complete or torn
 background    runs one file operation at a time in a thread
 folder        `CheckpointFolder` and `Draft`: writing, listing and removing checkpoints
+compare       what differs between two checkpoints
+export        writes a checkpoint as one plain file
 """
 
 from __future__ import annotations
