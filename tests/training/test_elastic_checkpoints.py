@@ -376,6 +376,31 @@ def test_checkpoint_folder_that_is_a_file_raises_checkpoint_error_on_all_ranks(t
     run_ranks(gw.local_group(2), train)
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_checkpoints_in_folders_that_hosts_do_not_share_are_reported_and_leave_no_files(
+    exists: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if exists:
+        (tmp_path / "1").mkdir()
+
+    def train(group: gw.Group) -> None:
+        folder = CheckpointFolder(tmp_path / str(group.rank))
+        run = gw.Elastic({"w": np.zeros(9), "v": np.zeros(7)}, group, 1, saving=Saving(folder, "the same", 2))
+        for step in run.steps(5):
+            with step:
+                pass
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(gw.local_group(2), train)
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts[0].startswith(
+        f"rank {int(not exists)} (a thread of this process) could not write the checkpoint of step 1"
+    )
+    assert all(text.endswith(": do all hosts share this folder?. Training continues") for text in texts)
+    assert eventually(lambda: os.listdir(tmp_path / "0") == ["claims"])
+    assert not exists or os.listdir(tmp_path / "1") == []
+
+
 def test_checkpoint_on_a_slow_disk_is_delayed_and_reported_once_per_rank(
     tmp_path: Path, slow_disk: SlowDisk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

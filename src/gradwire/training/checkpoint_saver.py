@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -116,8 +117,8 @@ class CheckpointSaver:
         took = time.monotonic() - self._began
         log.info("the checkpoint of step %d is complete after %.2f s: %s", step, took, self.last)
         if epoch == self.epoch != NONE:
-            internals = GroupInternals(self._group())
-            self._job.start(lambda cancelled: internals.report_checkpoint(epoch))
+            group = self._group()
+            _run_aside(lambda: GroupInternals(group).report_checkpoint(epoch))
 
     def failed(self, step: int, reasons: Sequence[str]) -> None:
         names = GroupInternals(self._group()).identity.names
@@ -125,8 +126,8 @@ class CheckpointSaver:
         text = f"{names[rank]} could not write the checkpoint of step {step}: {reason}. Training continues"
         self._warn("failed", text, repeated=True)
         draft, rank = self._draft, self._group().rank
-        if draft is not None and not self.writing:
-            self._job.start(lambda cancelled: draft.discard(rank))
+        if draft is not None:
+            _run_aside(lambda: draft.discard(rank))
 
     def delayed(self, step: int, by: int) -> None:
         took = time.monotonic() - self._began
@@ -215,6 +216,11 @@ class CheckpointSaver:
         if self._state.digest() != checkpoint.manifest.head.digest:
             raise ConfigError(f"the checkpoint {checkpoint.path} was loaded, but the state then has another digest")
         return True
+
+
+def _run_aside(operation: Callable[[], object]) -> None:
+    """Run an operation that handles its own errors in a thread, also while a next checkpoint is written."""
+    threading.Thread(target=operation, name="gradwire-checkpoint-end", daemon=True).start()
 
 
 class ReusedBuffer:

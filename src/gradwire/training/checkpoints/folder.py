@@ -157,7 +157,12 @@ class Draft:
         structure, own = shard if shard is not None else (b"", ())
         path = self.path / part_file(rank)
         with system_errors("write", path), _malformed(path):
-            self.path.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self.path.mkdir(exist_ok=True)
+            if not self.path.is_dir():
+                raise CheckpointError(
+                    f"{self._folder.path} does not exist on this host: do all hosts share this folder?"
+                )
             if (self.path / MANIFEST).exists():
                 raise CheckpointError(f"{self.path} is already complete", step=self._step)
             description = self.path / description_file(rank)
@@ -229,7 +234,7 @@ class Draft:
             parts.append(part)
         if missing:
             ranks = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
-            raise CheckpointError(f"{self.path} has no part of ranks {ranks}: do all hosts share the folder?")
+            raise CheckpointError(f"{self.path} has no part of ranks {ranks}: do all hosts share this folder?")
         return tuple(parts)
 
 
