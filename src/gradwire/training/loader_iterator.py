@@ -19,6 +19,10 @@ from typing import Any
 from gradwire.errors import ConfigError
 
 MAX_CALLERS = 16  # between the sampler and the loader's iterator: the batch sampler, and wrappers around it
+UNORDERED = (
+    "the batch sampler has taken samples of several batches at once, so that the position of the run is unknown: with "
+    "run=, a batch sampler must take its samples in order, batch by batch"
+)
 
 
 class LoaderIterator:
@@ -31,9 +35,11 @@ class LoaderIterator:
 
     def __init__(self, iterator: Any, least: int) -> None:
         self._attributes = vars(iterator)  # these remain readable after the iterator has ended
+        self._latest = 0, 0
         self.least = least
         self.prefetches = bool(self._attributes.get("_num_workers"))
-        if self.prefetches and ("_send_idx" not in self._attributes or not self._attributes.get("_in_order", True)):
+        counted = {"_num_yielded", "_send_idx"} if self.prefetches else {"_num_yielded"}
+        if not counted <= set(self._attributes) or (self.prefetches and not self._attributes.get("_in_order", True)):
             raise ConfigError(
                 "this DataLoader does not yield its batches in the order of its sampler, or does not count them as "
                 "torch 2.13 does: a sampler with run= needs in_order=True, or num_workers=0"
@@ -42,12 +48,19 @@ class LoaderIterator:
     @property
     def yielded(self) -> int:
         """The number of batches that the program has received."""
-        return int(self._attributes["_num_yielded"])
+        return self._counts()[0]
 
     @property
     def begun(self) -> int:
         """The number of batches whose indices have been taken completely."""
-        return int(self._attributes["_send_idx"]) if self.prefetches else self.yielded
+        return self._counts()[1]
+
+    def _counts(self) -> tuple[int, int]:
+        """Return both numbers. They do not fall when persistent workers begin the next epoch in the same iterator."""
+        yielded = int(self._attributes["_num_yielded"])
+        begun = int(self._attributes["_send_idx"]) if self.prefetches else yielded
+        self._latest = max(self._latest[0], yielded), max(self._latest[1], begun)
+        return self._latest
 
 
 def find_calling_loader() -> LoaderIterator | None:
@@ -59,7 +72,9 @@ def find_calling_loader() -> LoaderIterator | None:
         if caller is None:
             return None
         frame, owner = caller, caller.f_locals.get("self")
-        if frame.f_code.co_name == "_next_index" and isinstance(getattr(owner, "_num_yielded", None), int):
+        if hasattr(type(owner), "_next_index"):
+            if frame.f_code.co_name != "_next_index":
+                raise ConfigError(UNORDERED)
             return LoaderIterator(owner, least)
         batch_size = getattr(owner, "batch_size", None)
         if frame.f_code.co_name == "__iter__" and getattr(owner, "drop_last", False) and isinstance(batch_size, int):

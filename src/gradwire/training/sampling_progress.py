@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gradwire.errors import ConfigError, InvalidSize
 from gradwire.training.companions import Companion, Plain
-from gradwire.training.loader_iterator import LoaderIterator, find_calling_loader
+from gradwire.training.loader_iterator import UNORDERED, LoaderIterator, find_calling_loader
 
 Indices = NDArray[np.int64]
 Batch = TypeVar("Batch")
@@ -249,6 +249,8 @@ class EpochIterator:
         if self._loader is None or self._share is None:
             return self._taken if self._share is not None else 0
         yielded = self._loader.yielded - self._first_batch
+        if yielded > len(self._batches):
+            raise ConfigError(UNORDERED)
         return self._batches[yielded] if yielded < len(self._batches) else self._taken
 
     @property
@@ -309,11 +311,6 @@ class EpochIterator:
         if self._loader is None:
             return
         batch = self._loader.begun - self._first_batch
-        if batch > len(self._batches):
-            raise ConfigError(
-                "the batch sampler has taken samples of several batches at once, so that the position of the run is "
-                "unknown: with run=, a batch sampler takes its samples in order, batch by batch"
-            )
         if batch == len(self._batches):
             self._batches.append(self._taken)
 
