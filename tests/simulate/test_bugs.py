@@ -32,6 +32,7 @@ from gradwire.simulate.invariants import Violation
 from gradwire.simulate.process import Program
 from gradwire.simulate.world import World
 from gradwire.training import step_protocol
+from gradwire.training.checkpoint_protocol import CheckpointProtocol
 from gradwire.training.commit_rules import NONE, Settlement, Standing, settle
 
 SEEDS = 1000
@@ -179,6 +180,19 @@ def a_set_up_waits_for_frozen_members(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(session_protocol, "SET_UP_SECONDS", 1e6)
 
 
+def a_checkpoint_is_published_while_a_rank_still_writes(patch: pytest.MonkeyPatch) -> None:
+    advance = CheckpointProtocol.advance
+    patch.setattr(
+        CheckpointProtocol,
+        "advance",
+        lambda protocol, step, digest, wishes: advance(protocol, step, digest, replace(wishes, writing=False)),
+    )
+
+
+def a_checkpoint_outlives_its_generation(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CheckpointProtocol, "begin_generation", lambda protocol: None)
+
+
 def violation_of(seed: int, kinds: Collection[str] = USUAL) -> Violation | None:
     try:
         World(seed, kinds=kinds).run()
@@ -200,6 +214,8 @@ def violation_of(seed: int, kinds: Collection[str] = USUAL) -> Violation | None:
         (a_member_does_not_report_its_run, 3, "was refused"),
         (a_member_fails_when_another_is_lost_during_set_up, 16, " raised "),
         (a_set_up_waits_for_frozen_members, 19, "no step was committed"),
+        (a_checkpoint_is_published_while_a_rank_still_writes, 0, "publishes a checkpoint of"),
+        (a_checkpoint_outlives_its_generation, 9, "publishes a checkpoint of"),
         pytest.param(a_member_does_not_report_lost_members, 20, "no step was committed", marks=pytest.mark.slow),
     ],
 )

@@ -33,6 +33,16 @@ def test_simulation_seeds_of_past_violations_break_no_invariant(seed: int) -> No
     World(seed).run()
 
 
+def test_simulation_completes_checkpoints_and_some_fail() -> None:
+    worlds = [
+        World(seed, Scenario(checkpoints=True, start=3, faults=(Fault("crash", 8.0, 0.0, 1),))) for seed in range(8)
+    ]
+    for world in worlds:
+        world.run()
+    assert sum(len(world.checkpoints.complete) for world in worlds) > 8
+    assert sum(world.checkpoints.failed for world in worlds) > 0
+
+
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_simulation_rare_faults_break_no_invariant(first: int) -> None:
     for seed in range(first, first + 10):

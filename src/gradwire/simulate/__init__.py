@@ -15,6 +15,7 @@ coordinator_calls       calls to the coordinator, repeated until an answer comes
 collective              real schedules, run by the reference executor over simulated links
 simulated_coordinator   the real membership and its rules for calls, with a journal
 rank                    a member in one generation, with the real control protocol, verdict and detector
+simulated_checkpoints   the checkpoints of members: a shared folder, and threads that write
 simulated_worker        a member: it registers, trains, votes, breaks and recovers
 simulated_launcher      sends heartbeats for the workers of a host, and replaces workers that end
 impostor                a process with a join token that claims the ids of other members

@@ -36,6 +36,7 @@ class Scenario:
     vote_algorithm: str = "tree"
     gather_algorithm: str = "direct"
     durable: bool = True  # the coordinator's journal survives a power loss
+    checkpoints: bool = False
     quality: Quality = field(default_factory=Quality)
     faults: tuple[Fault, ...] = ()
 
@@ -79,6 +80,7 @@ def draw_scenario(
         gather_algorithm=random.choice(algorithms("all_gather")),
         quality=quality,
         durable=rare.random() < 0.5,
+        checkpoints=Random(f"checkpoints of {seed}").random() < 0.3,
         faults=tuple(
             sorted(
                 [

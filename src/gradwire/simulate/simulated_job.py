@@ -18,6 +18,7 @@ from gradwire.simulate.invariants import Invariants, Version, Violation
 from gradwire.simulate.network import Network
 from gradwire.simulate.process import Process
 from gradwire.simulate.scenario import Scenario
+from gradwire.simulate.simulated_checkpoints import CheckpointFolder
 from gradwire.simulate.simulated_coordinator import Coordinator
 from gradwire.simulate.simulated_launcher import Launcher
 from gradwire.simulate.simulated_worker import NORMAL, Worker
@@ -41,6 +42,7 @@ class SimulatedJob:
         self.timeline = Timeline()
         self.network = Network(self.timeline, Random(seed + 1), self.scenario.quality)
         self._ledgers: dict[bytes, Invariants] = {}  # by run
+        self.checkpoints = CheckpointFolder()
         self.history: deque[tuple[float, str, str, tuple[object, ...]]] = deque(maxlen=HISTORY_LINES)
         self.faults_over_at = max((fault.over_at for fault in self.scenario.faults), default=1.0)
         self.ending = ""

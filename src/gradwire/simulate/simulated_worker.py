@@ -25,13 +25,24 @@ from gradwire.simulate.network import End, Network, nothing
 from gradwire.simulate.process import Process, Program, Thread, drive
 from gradwire.simulate.rank import OTHER_VERSION, VERSION, Hello, Listener, Peers, Rank
 from gradwire.simulate.scenario import Scenario
+from gradwire.simulate.simulated_checkpoints import EVERY, CheckpointFolder, SimulatedSaver
 from gradwire.simulate.time import Clock, Timeline
 from gradwire.simulate.toy_training import applied, beginning, digest, gradient
 from gradwire.simulate.worker_profile import Profile
 from gradwire.training import step_requests
+from gradwire.training.checkpoint_protocol import CheckpointProtocol
 from gradwire.training.commit_rules import NONE, Settlement, has_joiners
 from gradwire.training.step_protocol import StepProtocol
-from gradwire.training.step_requests import Gather, GatherDigests, HandOver, NextGeneration, Pause, Vote
+from gradwire.training.step_requests import (
+    Gather,
+    GatherDigests,
+    HandOver,
+    LoadCheckpoint,
+    Loaded,
+    NextGeneration,
+    Pause,
+    Vote,
+)
 
 LEASE_SECONDS = 1.0  # between two renewals of a lease
 NORMAL = Profile()
@@ -48,6 +59,7 @@ class WorkerJob(Peers, Protocol):
     scenario: Scenario
     timeline: Timeline
     network: Network
+    checkpoints: CheckpointFolder
 
     @property
     def coordinator(self) -> CallTarget: ...
@@ -97,7 +109,7 @@ class Worker(Listener):
         self.news: News | None = None
         self.state = beginning(random.randrange(1, 50))
         self._session = SessionProtocol(elastic=True, past=Past(profile.generation, profile.run))
-        self.protocol = StepProtocol(_Replica(self, job))
+        self.protocol = StepProtocol(_Replica(self, job), checkpoints=self._checkpoints())
         if profile.run:
             self.protocol.digest = digest(self.state)
             self.protocol.completed, self.protocol.completed_in = profile.completed, profile.generation
@@ -115,6 +127,13 @@ class Worker(Listener):
         if not job.has_launcher(host):
             self._lease = Caller(self, job.coordinator, job.network, profile.ticket)
             self._renew_lease()
+
+    def _checkpoints(self) -> CheckpointProtocol | None:
+        job, random = self._job, Random(f"checkpoints of {self.name} in {self._job.seed}")
+        if not job.scenario.checkpoints:
+            return None
+        saver = SimulatedSaver(self, self, job.checkpoints, job.ledger_of, job.fail, random)
+        return CheckpointProtocol(saver, EVERY)
 
     @property
     def rank(self) -> Rank:
@@ -264,6 +283,8 @@ class Worker(Listener):
                 yield from self._next_generation()
             case Pause(seconds):
                 yield from self.compute(seconds)
+            case LoadCheckpoint():  # a simulated run does not continue from a checkpoint
+                return Loaded()
 
     def _hand_over(self, request: HandOver) -> Program:
         rank = self.rank
