@@ -5,6 +5,7 @@
     gradwire run -n 4 examples/digits.py --epochs 10   # shorter
     gradwire run -n 4 examples/digits.py --tamper 2    # rank 2 changes one bit at the end: the check names it
     gradwire run -n 4 --min 2 --restarts 1 examples/digits.py --lose 2   # rank 2 dies half-way: the others continue
+    gradwire run -n 4 examples/digits.py --checkpoint DIR   # stop it with kill -USR2, and run it again: it continues
 
 This is data-parallel training without a framework. Every rank holds the whole network and computes its share of each
 batch. The gradients are summed over the ranks, so every rank takes the same step. Batches that cannot be divided evenly
@@ -13,6 +14,9 @@ need no special case: the ranks sum the gradients *and* the number of samples, a
 A step is committed when all ranks have completed it. If a rank dies, the others notice it, repeat the interrupted step
 and divide the same global batches among fewer ranks. A worker that replaces the lost one receives the state from
 another rank.
+
+With `--checkpoint`, the ranks write their weights to a folder, at intervals and when SIGTERM or SIGUSR2 stops them. The
+same command then continues after the last step that is in the folder, also with another number of ranks.
 
 At the end the ranks compare digests of their weights, and rank 0 trains again in a single process on the same global
 batches. The exit code is 0 only if the weights have the same bits on all ranks, if they are within TOLERANCE of those
@@ -56,6 +60,7 @@ HIDDEN = 64
 BATCH = 100  # samples per step, over all ranks
 RATE = 0.1
 MOMENTUM = 0.9
+CHECKPOINT_EVERY = 150  # steps: ten epochs
 TOLERANCE = 1e-4
 
 
@@ -232,6 +237,17 @@ def picture(weights: Tensors, data: Data) -> str:
     return "\n".join([*lines, "   ".join(f"{word:^8}" for word in words)])
 
 
+@contextlib.contextmanager
+def stop_reported(run: gw.Elastic, console: Console) -> Iterator[None]:
+    """Print after which step a signal has stopped the run."""
+    try:
+        yield
+    except SystemExit:
+        saved = f", saved in {run.last_checkpoint}" if run.last_checkpoint else ""
+        console.print(f"rank {run.group.rank} stops after step {run.committed}{saved}", soft_wrap=True)
+        raise
+
+
 # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -282,15 +298,23 @@ def run_example(options: argparse.Namespace, console: Console) -> bool:
     with gw.init() as group:
         weights = random_weights(options.seed, group.rank)
         velocity = {name: np.zeros_like(weight) for name, weight in weights.items()}
-        run = gw.elastic({"weights": weights, "velocity": velocity})
+        every = CHECKPOINT_EVERY if options.checkpoint else None
+        run = gw.elastic(
+            {"weights": weights, "velocity": velocity}, checkpoint=options.checkpoint, checkpoint_every=every
+        )
         console.print(
             f"rank {group.rank} of {group.size}, pid {os.getpid()}: drew weights {short(digests(weights))}"
             + (f"; joins generation {group.generation}" if group.generation > 1 else "")
         )
 
+        # Load the newest checkpoint, if there is one.
+        run.begin()
+        if options.checkpoint and run.completed >= 0 and run.group.generation == 1:
+            console.print(f"rank {group.rank} continues after step {run.completed} with {short(digests(weights))}")
+
         # Train. Rank 0 prints the progress.
         display = Display(console, options.epochs) if group.rank == 0 else None
-        with display or contextlib.nullcontext():
+        with display or contextlib.nullcontext(), stop_reported(run, console):
             for epoch, loss in train(run, weights, velocity, data, options):
                 if display:
                     display.show(epoch, loss, accuracy=count_correct(weights, test) / TESTED)
@@ -316,6 +340,7 @@ def main() -> int:
     parser.add_argument("--target", type=float, default=0.95, help="the accuracy to reach, 0 to 1 (default: 0.95)")
     parser.add_argument("--tamper", type=int, metavar="RANK", help="let this rank change one bit of its weights")
     parser.add_argument("--lose", type=int, metavar="RANK", help="kill this rank half-way (needs an elastic job)")
+    parser.add_argument("--checkpoint", metavar="DIR", help="write checkpoints to this folder, and continue from them")
     options = parser.parse_args()
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 110)
     return 0 if run_example(options, console) else 1

@@ -4,9 +4,14 @@
     torchrun --nproc-per-node 2 examples/gpt_torchrun.py --backend gloo   # the same on Gloo
     gradwire run -n 2 examples/gpt_torchrun.py                            # started by gradwire
     python examples/gpt_torchrun.py                                       # one rank
+    torchrun --nproc-per-node 2 examples/gpt_torchrun.py --checkpoint DIR # stop it with SIGTERM, run it again
 
-The script does not import gradwire. An existing script needs only the name of the backend. Then its steps spend less
-time on communication, and if a rank dies, all other ranks raise an error that names it within a second.
+An existing script needs only the name of the backend, and does not import gradwire. Then its steps spend less time on
+communication, and if a rank dies, all other ranks raise an error that names it within a second.
+
+With `--checkpoint`, three more lines make the script continue where it was stopped. SIGTERM or SIGUSR2, to torchrun or
+to a rank, stops all ranks after the same step, with a checkpoint. The same command, also with another number of ranks,
+then continues with the next batch: the questions of a step depend on its number only.
 
 The model reads eight digits and a separator, and writes the digits in order. At the end the ranks compare weights.
 """
@@ -14,8 +19,12 @@ The model reads eight digits and a separator, and writes the digits in order. At
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import os
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +36,9 @@ LENGTH, DIGITS = 8, 6
 MARK = DIGITS  # the separator between question and answer
 WIDTH, HEADS, LAYERS = 64, 4, 2
 BATCH = 128  # samples per step, over all ranks
+CHECKPOINT_EVERY = 100  # steps
+
+Steps = Iterator[tuple[int, contextlib.AbstractContextManager[Any]]]  # the number of each step, and its context
 
 
 class Block(nn.Module):  # type: ignore[misc]
@@ -61,9 +73,9 @@ class GPT(nn.Module):  # type: ignore[misc]
         return logits
 
 
-def questions(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+def questions(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return random digits followed by the separator, and the same digits in order."""
-    digits = torch.randint(DIGITS, (count, LENGTH), generator=random)
+    digits = torch.randint(DIGITS, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
     return torch.cat([digits, torch.full((count, 1), MARK)], 1), digits.sort(1).values
 
 
@@ -75,10 +87,26 @@ def answers(model: nn.Module, asked: Tensor) -> Tensor:
     return text[:, asked.shape[1] :]
 
 
+def plain_steps(total: int) -> Steps:
+    return ((index, contextlib.nullcontext()) for index in range(total))
+
+
+def elastic_steps(state: dict[str, Any], total: int, folder: str) -> Steps:
+    """Load the newest checkpoint of the folder into the state. Return the steps that are left to do."""
+    import gradwire as gw
+
+    run = gw.elastic(state, checkpoint=folder, checkpoint_every=CHECKPOINT_EVERY)  # with the ranks of the process group
+    run.begin()
+    if run.completed >= 0 and run.group.rank == 0:
+        print(f"continues after step {run.completed}", flush=True)
+    return ((step.index, step) for step in run.steps(total))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="gradwire", help="backend of torch.distributed (default: gradwire)")
     parser.add_argument("--steps", type=int, default=300, help="training steps (default: 300)")
+    parser.add_argument("--checkpoint", metavar="DIR", help="write checkpoints to this folder, and continue from them")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
@@ -89,30 +117,35 @@ def main() -> int:
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    random = torch.Generator().manual_seed(1 + rank)  # each rank has different questions
-    began = time.perf_counter()
-    for step in range(arguments.steps):
-        asked, right = questions(BATCH // size, random)
-        logits = model(torch.cat([asked, right[:, :-1]], 1))[:, LENGTH:]
-        loss = functional.cross_entropy(logits.flatten(0, 1), right.flatten())
-        optimizer.zero_grad()
-        loss.backward()  # also averages the gradients over all ranks
-        optimizer.step()
-        if rank == 0 and step % 50 == 0:
-            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+    steps = plain_steps(arguments.steps)
+    if arguments.checkpoint:
+        steps = elastic_steps({"model": model.module, "optimizer": optimizer}, arguments.steps, arguments.checkpoint)
+    began, done = time.perf_counter(), 0
+    for index, step in steps:
+        with step:
+            asked, right = (part[rank::size] for part in questions(BATCH, 1 + index))  # this rank's questions
+            logits = model(torch.cat([asked, right[:, :-1]], 1))[:, LENGTH:]
+            loss = functional.cross_entropy(logits.flatten(0, 1), right.flatten())
+            optimizer.zero_grad()
+            loss.backward()  # also averages the gradients over all ranks
+            optimizer.step()
+        done += 1
+        if rank == 0 and index % 50 == 0:
+            print(f"step {index}: loss {loss.item():.3f}", flush=True)
     seconds = time.perf_counter() - began
 
     with torch.no_grad():
-        asked, right = questions(200, torch.Generator().manual_seed(0))
+        asked, right = questions(200, 0)
         sorted_well = (answers(model.module, asked) == right).all(1).float().mean().item()
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     copies = [torch.empty_like(weights) for _ in range(size)]
     dist.all_gather(copies, weights)
     identical = all(torch.equal(copy, weights) for copy in copies)
+    digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:8]
     if rank == 0:
-        print(f"{size} ranks, {arguments.backend}: {seconds / arguments.steps * 1e3:.1f} ms per step", flush=True)
+        print(f"{size} ranks, {arguments.backend}: {seconds / max(done, 1) * 1e3:.1f} ms per step", flush=True)
         print(f"{sorted_well:.0%} of new questions sorted without a mistake", flush=True)
-        print(f"the weights are {'identical' if identical else 'NOT identical'} on all ranks", flush=True)
+        print(f"the weights are {'identical' if identical else 'NOT identical'} on all ranks, {digest}", flush=True)
     dist.destroy_process_group()
     return 0 if identical and sorted_well > 0.5 else 1
 

@@ -12,7 +12,7 @@ from gradwire.errors import NoConnection
 from gradwire.group import Group
 from gradwire.group.internals import GroupInternals
 from gradwire.host import machine
-from gradwire.job import config_file, init
+from gradwire.job import config_file, init, process_hooks
 from gradwire.job.address import Address
 from gradwire.job.config import INSECURE, TRANSPORT, resolve
 from gradwire.job.data_links import HOST
@@ -32,7 +32,7 @@ def join_world(store: Any, rank: int, size: int, timeout: float) -> Group:
     and certificates, or `GRADWIRE_INSECURE=1`.
     """
     if size == 1:
-        return init.single_rank_group(timeout)
+        return process_hooks.set_current(init.single_rank_group(timeout))
     deadline = time.monotonic() + max(timeout, RENDEZVOUS_SECONDS)
     # A store may serve several groups, one after the other. Each rank counts them, and the number is part of all keys.
     keys = _StoreKeys(store, f"gradwire/{store.add(f'gradwire/{rank}', 1)}", size)
