@@ -61,6 +61,7 @@ class Job:
         *,
         grace: float = 0.0,
         kill_after: float = LONG,
+        stop_timeout: float = LONG,
         environ: Mapping[str, str] | None = None,
         log_dir: Path | None = None,
         chaos: Chaos | None = None,
@@ -75,6 +76,7 @@ class Job:
             output=Output(out=self.out, err=self.err, log_dir=log_dir),
             grace=grace,
             kill_after=kill_after,
+            stop_timeout=stop_timeout,
         )
 
     def ended(self) -> Ended:

@@ -184,7 +184,10 @@ def _state(chosen: _ChosenJournal, served: Coordinator) -> str:
 
 @contextlib.contextmanager
 def _signals_to(put: Callable[[int], None]) -> Iterator[None]:
-    """Pass signals that would end this process to `put`. Ignored signals (as under nohup) stay ignored."""
+    """Pass signals that would end this process to `put`. Ignored signals (as under nohup) stay ignored.
+
+    A scheduler may send SIGUSR2 to all processes of a job. The workers then leave together, with this coordinator.
+    """
 
     def received(number: int, frame: FrameType | None) -> None:
         put(number)
@@ -193,6 +196,7 @@ def _signals_to(put: Callable[[int], None]) -> Iterator[None]:
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
             signal.signal(number, received)
+    before[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ A signal to one worker stops all of them. No launcher needs to pass it on, becau
 
 >>> stop = GracefulStop("worker", timeout=120)
 >>> stop.noticed(2, StopNotice(NoticeKind.RECEIVED, signal.SIGUSR2), forwarded=False)
-'worker 2 received SIGUSR2: all workers leave after the current step; the last checkpoint may take 120 s'
+'worker 2 received SIGUSR2: all workers leave after the current step, with 120 s for the last checkpoint'
 >>> stop.noticed(0, StopNotice(NoticeKind.AGREED, signal.SIGUSR2), forwarded=False)
 ''
 >>> stop.stopped_by, stop.origin
@@ -32,10 +32,6 @@ class GracefulStop:
         self._announced = False
 
     @property
-    def agreed(self) -> bool:
-        return self._agreed is not None
-
-    @property
     def stopped_by(self) -> Signals | None:
         """The signal that has stopped the job; None: nothing has."""
         if self._asked and self._asked[0] not in STOP_SIGNALS:
@@ -53,7 +49,7 @@ class GracefulStop:
         if self._asked or self._agreed is None:
             return ""
         if not self._receivers:
-            return f" after a signal to a {self._noun} of another launcher"
+            return f" after a signal to another launcher or one of its {self._noun}s"
         plural = "s" * (len(self._receivers) > 1)
         return f" after a signal to {self._noun}{plural} {rank_ranges(self._receivers)}"
 
@@ -97,4 +93,4 @@ class GracefulStop:
             what = f"{self._noun} {worker} received {name}: all {self._noun}s leave after the current step"
         else:
             what = f"all {self._noun}s leave because of {name} to one of them"
-        return f"{what}; the last checkpoint may take {self._timeout:g} s"
+        return f"{what}, with {self._timeout:g} s for the last checkpoint"

@@ -47,15 +47,19 @@ class StopEscalation:
             self._set((term + self._kill_after, SIGKILL))
         # Any other stop that has already begun keeps its schedule.
 
-    def asked(self, number: int, now: float) -> None:
-        """Schedule the stop that a user asked for, starting with this signal."""
+    def asked(self, number: int, now: float, *, watching: bool = False) -> None:
+        """Schedule the stop that a user asked for, starting with this signal.
+
+        `watching`: workers leave after their current step if the signal is one of `STOP_SIGNALS`.
+        """
         first, kill = Signals(number), now + self._kill_after
         self._hurried |= first not in STOP_SIGNALS
+        self.graceful |= watching and not (self._hurried or self._begun)
         if first == SIGKILL:
             self._set((now, SIGKILL))
         elif first == SIGINT:  # code that blocks KeyboardInterrupt is ended by SIGTERM
             self._set((now, SIGINT), (kill, SIGTERM), (kill + self._grace, SIGKILL))
-        elif self.graceful:
+        elif self.graceful and first in STOP_SIGNALS:
             self._set((now, first), (now + self._stop_timeout, SIGKILL))
         else:
             self._set((now, first), (kill, SIGKILL))

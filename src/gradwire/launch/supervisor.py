@@ -333,9 +333,7 @@ class Supervisor:
             number = self._requests.popleft()
             self._asked.add(number)
             watching = any(worker.watches and worker.ending is None for worker in self.workers)
-            self._escalation.asked(number, now)
-            if watching:
-                self._escalation.leaving(now, agreed=False)
+            self._escalation.asked(number, now, watching=watching)
             self._report_stop(self._graceful.asked(number, watching=watching))
             self._setup.stopping(number)
             self._prepare_end()
