@@ -24,6 +24,7 @@ SECTIONS = {
     "Guides": (
         "docs/group",
         "docs/training",
+        "docs/data-loading",
         "docs/communicator",
         "docs/pytorch",
         "docs/torch-backend",
