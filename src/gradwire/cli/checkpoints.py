@@ -133,7 +133,7 @@ def _list(found: Sequence[Checkpoint], folder: Path, verify: bool, as_json: bool
 
 
 def _verify(complete: Sequence[Checkpoint]) -> dict[Path, list[str]]:
-    with _progress("verifying", sum(one.nbytes for one in complete)) as advance:
+    with _progress("verifying", sum(map(_data_size, complete))) as advance:
         results = {one.path: one.verify(advance) for one in complete}
     return {path: problems for path, problems in results.items() if problems}
 
@@ -171,6 +171,10 @@ def _as_json(one: Checkpoint, problems: list[str], verified: bool) -> dict[str, 
     }
 
 
+def _data_size(one: Checkpoint) -> int:
+    return sum(stored.array.nbytes for stored in (*one.replicated, *one.sharded))
+
+
 def _created(one: Checkpoint) -> float:
     """Return the time at which a checkpoint was published; of a torn one, the time of its last change."""
     if one.found is not None:
@@ -202,7 +206,7 @@ def _size(nbytes: int) -> str:
 def _compare(before: Checkpoint, after: Checkpoint, as_json: bool) -> None:
     from gradwire.training.checkpoints.compare import compare
 
-    with _progress("comparing", sum(stored.array.nbytes for stored in before.replicated + before.sharded)) as advance:
+    with _progress("comparing", _data_size(before)) as advance:
         found = compare(before, after, advance)
     if as_json:
         print(json.dumps(_difference_json(before, after, found), indent=1))
@@ -250,7 +254,7 @@ def _difference_json(before: Checkpoint, after: Checkpoint, found: Comparison) -
 def _export(checkpoint: Checkpoint, target: Path, force: bool) -> None:
     from gradwire.training.checkpoints.export import export
 
-    with _progress("exporting", checkpoint.nbytes) as advance:
+    with _progress("exporting", _data_size(checkpoint)) as advance:
         export(checkpoint, target, force=force, on_bytes=advance)
     click.echo(f"wrote step {checkpoint.step} of run {_run(checkpoint)} to {target}: {_size(target.stat().st_size)}")
 

@@ -108,12 +108,14 @@ class CheckpointFolder:
         for name in os.listdir(self.path):
             if name.startswith(_REMOVING) and parse_folder_name(name.removeprefix(_REMOVING)):
                 _delete(self.path / name)  # left by a process that was killed
-        seen = 0
+        seen, outdated = 0, []
         for one in _newest_first(self._inspect(), claims):
             old = seen >= keep if one.is_complete else seen >= 1 or claims.later(one.fence) is not None
             seen += one.is_complete
             if old and one.is_removable and one.path != published and not one.path.is_symlink():
-                _remove(one.path)
+                outdated.append(one.path)
+        for path in reversed(outdated):  # the oldest first
+            _remove(path)
 
     def _inspect(self) -> list[Checkpoint]:
         try:
