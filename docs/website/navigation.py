@@ -30,6 +30,7 @@ SECTIONS = {
         "docs/torch-backend",
         "docs/jax",
         "docs/elastic",
+        "docs/stopping",
         "docs/worker-nodes",
         "docs/compression",
         "docs/zero",

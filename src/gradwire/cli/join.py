@@ -25,6 +25,9 @@ The job admits the workers after its next step and sends them its state. If it a
 wait. `gradwire run --min … --max …` and `gradwire coordinator` print the address. Options may stand before or after
 ADDRESS; everything after SCRIPT belongs to the script. The job's secret comes from GRADWIRE_TOKEN or --token-file; a
 job of the same user on the same machine needs neither.
+
+SIGTERM or SIGUSR2 to this command stops the whole job after a step, if its script trains with gw.elastic. Ctrl-C stops
+only the workers that this command has started.
 """
 
 

@@ -49,6 +49,9 @@ have {GRACE:g} seconds to end, then receive SIGTERM, then SIGKILL. The last thin
 traceback; its exit code is returned (128 + n for signal n). Frames inside gradwire are hidden unless
 GRADWIRE_TRACEBACK=full is set; the log files have all frames. Ctrl-C stops all processes; a second Ctrl-C kills them.
 
+SIGTERM or SIGUSR2, to this command or to one process, stops scripts that train with gw.elastic after a whole step: all
+ranks leave with a checkpoint, and the exit code is 143 or 140. The next run continues there. Other scripts are ended.
+
 With --min, --max or --restarts the job is elastic. Scripts that train with gw.elastic continue after the loss of a
 worker as long as --min workers are left. Lost workers are replaced up to --restarts times, and other workers can join
 with `gradwire join`. Workers are numbered in the order of their start, because ranks change. They have none of
