@@ -212,6 +212,56 @@ def test_watched_forked_child_has_the_default_handlers_and_sends_no_notice(numbe
     assert [notice.kind for notice in reader.receive()] == [NoticeKind.WATCHING, NoticeKind.NOT_WATCHING]
 
 
+def notices_of(code: str, reader: NoticeReader) -> list[tuple[NoticeKind, int]]:
+    """Run code in a fresh process with a launcher; return the notices that it sends."""
+    head = "import os, signal, sys\nfrom gradwire.job import stop_signals\n"
+    command = [sys.executable, "-c", head + textwrap.dedent(code)]
+    environ = {**os.environ, NOTICES: reader.variable}
+    assert subprocess.run(command, check=False, timeout=60, pass_fds=[reader.write_end], env=environ).returncode == 0
+    return [(notice.kind, notice.number) for notice in reader.receive()]
+
+
+def test_watched_reports_how_signals_are_treated(reader: NoticeReader) -> None:
+    code = """
+        with stop_signals.watched():
+            os.kill(os.getpid(), 15)
+        with stop_signals.watched() as signals:
+            signals.agreed(15)
+    """
+    assert notices_of(code, reader) == [
+        (NoticeKind.WATCHING, 0),
+        (NoticeKind.RECEIVED, SIGTERM),
+        (NoticeKind.NOT_WATCHING, 0),
+        (NoticeKind.WATCHING, 0),
+        (NoticeKind.RECEIVED, SIGTERM),
+        (NoticeKind.AGREED, SIGTERM),
+    ]
+
+
+@pytest.mark.parametrize("number", [SIGTERM, SIGUSR2])
+def test_watched_signal_does_not_disturb_the_exit_of_a_process_that_leaves(number: int) -> None:
+    code = f"""
+        with stop_signals.watched(lambda: not stopped) as signals:
+            stopped = False
+            signals.agreed(12)
+            stopped = True  # the run is over: it could not leave after another step
+        os.kill(os.getpid(), {number})
+        sys.exit(140)
+    """
+    assert statuses(code) == 140
+
+
+def test_watched_second_sigterm_ends_a_process_that_leaves() -> None:
+    code = """
+        stop_signals.SECOND_AFTER = 0.0
+        with stop_signals.watched() as signals:
+            os.kill(os.getpid(), 15)
+            signals.agreed(15)
+        os.kill(os.getpid(), 15)
+    """
+    assert statuses(code) == -SIGTERM
+
+
 def test_watched_forked_child_can_leave_the_block_and_watch_itself() -> None:
     code = """
         with stop_signals.watched() as signals:
