@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fuzz.targets import (
     admission,
+    checkpoints,
     control,
     credentials,
     engine,
@@ -27,6 +28,7 @@ FAMILIES = (
     membership,
     credentials,
     values,
+    checkpoints,
     memory,
     engine,
     launching,

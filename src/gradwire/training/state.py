@@ -219,10 +219,13 @@ def names_in(skeleton: bytes) -> list[str]:
 def plain_values(skeleton: bytes) -> dict[str, float | str | None]:
     """Return all values of a skeleton that are not arrays, and the values of its companions, by name.
 
+    Raise ValueError if it is malformed.
+
     >>> plain_values(State({"w": np.zeros(2), "optimizer": {"lr": 0.1, "betas": (0.9, None)}}).take_apart()[0])
     {'optimizer.lr': 0.1, 'optimizer.betas.0': 0.9, 'optimizer.betas.1': None}
     """
     packed, companions = _split(parse_json(skeleton))
+    _collect(packed, [], 0)
     found = list(_plain(packed, ""))
     found += [(f"attached[{at}].{key}", value) for at, values in enumerate(companions) for key, value in values.items()]
     named: dict[str, float | str | None] = {}

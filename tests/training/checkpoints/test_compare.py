@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import gradwire as gw
 from gradwire.arrays import parse_dtype
 from gradwire.training.checkpoints.compare import Comparison, Difference, compare, difference
 from support.checkpoints import write_checkpoint
@@ -74,3 +76,10 @@ def test_difference_counts_and_measures_without_overflow(
 def test_difference_to_nan_is_nan() -> None:
     count, largest = difference(np.array([1.0, 1.0]), np.array([np.nan, 9.0]))
     assert (count, np.isnan(largest)) == (2, True)
+
+
+def test_compare_with_a_malformed_structure_raises_checkpoint_error(tmp_path: Path) -> None:
+    one = write_checkpoint(tmp_path, {}, 1)
+    head = dataclasses.replace(one.manifest.head, structure=b'{"d":null}')
+    with pytest.raises(gw.CheckpointError, match="is damaged: malformed value"):
+        compare(one, dataclasses.replace(one, found=dataclasses.replace(one.manifest, head=head)))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.arrays import Array, shape_text
+from gradwire.errors import CheckpointError
 from gradwire.training.checkpoints.checkpoint import Checkpoint, Stored, ignore_bytes
 from gradwire.training.checkpoints.manifest import shard_key
 from gradwire.training.state import plain_values
@@ -54,11 +55,14 @@ class Comparison:
 
 def values_of(checkpoint: Checkpoint) -> dict[str, Value]:
     """Return all values of a checkpoint that are not arrays, by name. Those of rank 1's shard begin with `shard:1:`."""
-    found: dict[str, Value] = dict(plain_values(checkpoint.manifest.head.structure))
-    for part in checkpoint.manifest.parts:
-        if part.shard is not None:
-            own = plain_values(part.shard.structure)
-            found |= {shard_key(f"{part.rank}:{name}"): value for name, value in own.items()}
+    try:
+        found: dict[str, Value] = dict(plain_values(checkpoint.manifest.head.structure))
+        for part in checkpoint.manifest.parts:
+            if part.shard is not None:
+                own = plain_values(part.shard.structure)
+                found |= {shard_key(f"{part.rank}:{name}"): value for name, value in own.items()}
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path} is damaged: {error}", step=checkpoint.step) from error
     return found
 
 
