@@ -30,6 +30,7 @@ SECTIONS = {
         "docs/torch-backend",
         "docs/jax",
         "docs/elastic",
+        "docs/checkpoints",
         "docs/stopping",
         "docs/worker-nodes",
         "docs/compression",

@@ -33,7 +33,7 @@ def run(*arguments: str | Path) -> Result:
 def test_checkpoints_lists_the_newest_first_and_says_which_are_torn(saved: Path) -> None:
     result = run(saved)
     header, *rows, reason = result.output.splitlines()
-    assert header.split() == ["step", "run", "generation", "ranks", "size", "written"]
+    assert header.split() == ["step", "run", "generation", "ranks", "size", "written", "state"]
     assert [(row.split()[0], row.split()[-1]) for row in rows] == [
         ("299", "torn"),
         ("199", "complete"),

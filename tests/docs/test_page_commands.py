@@ -17,7 +17,7 @@ from support.namespaces import Hosts
 from support.namespaces import hosts_fixture as hosts_fixture
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SLOW = {"elastic.md", "jax.md", "migrating.md", "pytorch.md", "simulation.md", "torch-backend.md"}
+SLOW = {"checkpoints.md", "elastic.md", "jax.md", "migrating.md", "pytorch.md", "simulation.md", "torch-backend.md"}
 ON_ONE_MACHINE = [
     pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
     for page in PAGES

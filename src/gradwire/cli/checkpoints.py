@@ -143,7 +143,7 @@ def _table(found: Sequence[Checkpoint], damaged: dict[Path, list[str]], good: st
 
     from rich.table import Table
 
-    table = Table("step", "run", "generation", "ranks", "size", "written", "", box=None, pad_edge=False)
+    table = Table("step", "run", "generation", "ranks", "size", "written", "state", box=None, pad_edge=False)
     for column in (0, 2, 3, 4):
         table.columns[column].justify = "right"
     for one in found:
