@@ -16,6 +16,7 @@ import pytest
 
 from gradwire.launch.worker_setup import free_port
 from support.launch_jobs import LONG, start_command, written
+from support.leftovers import children_of
 
 Launcher = subprocess.Popen[str]
 Start = Callable[..., Launcher]
@@ -140,6 +141,18 @@ def test_stop_of_an_elastic_job_replaces_no_worker(start: Start, tmp_path: Path)
     assert re.search(r"gradwire: stopped by SIGTERM after a signal to worker [01]; logs in ", err)
 
 
+def test_stop_signal_to_all_processes_of_an_elastic_job_makes_all_leave(start: Start, tmp_path: Path) -> None:
+    """A scheduler may signal the launcher, its guard, the coordinator and the workers."""
+    run = start("run", "-n", "2", "--min", "1", *STRICT, "train.py", "1000000")
+    lines(run, "trains", 2)
+    for pid in (*children_of(run.pid), run.pid):
+        os.kill(pid, SIGUSR2)
+    code, out, err = finish(run)
+    assert code == 140, out + err
+    assert len(left(out)) == len(checkpoints(tmp_path)) == 1
+    assert "is restarted" not in err
+
+
 @pytest.mark.parametrize("to_launcher", [True, False])
 def test_stop_waits_for_a_slow_checkpoint(to_launcher: bool, start: Start, tmp_path: Path) -> None:
     run = start("run", "-n", "3", *STRICT, "slow.py", "1000000")
@@ -261,11 +274,11 @@ def test_stop_reaches_ranks_on_other_nodes(to_launcher: bool, start: Start, tmp_
     common = ("run", "--nnodes", "2", "-n", "1", "--address", f"127.0.0.1:{free_port()}", *STRICT)
     nodes = [start(*common, "--node-rank", str(node), "train.py", "1000000") for node in range(2)]
     pids = [lines(node, "trains", 1) for node in nodes]
-    nodes[1].send_signal(SIGTERM) if to_launcher else os.kill(pids[1][1], SIGTERM)
+    nodes[1].send_signal(SIGUSR2) if to_launcher else os.kill(pids[1][1], SIGUSR2)
     steps = set()
     for node in nodes:
         code, out, err = finish(node)
-        assert code == 143, out + err
+        assert code == 140, out + err
         assert "root cause" not in err
         steps |= left(out)
     assert len(steps) == len(checkpoints(tmp_path)) == 1

@@ -43,6 +43,18 @@ def test_deferred_signals_run_handlers_afterwards_once_for_each_signal(handled: 
     assert handled == [signal.SIGTERM] * 2
 
 
+def test_deferred_signals_include_sigusr2() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    try:
+        with deferred_signals():
+            signal.raise_signal(signal.SIGUSR2)
+            assert received == []
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert received == [signal.SIGUSR2]
+
+
 def test_deferred_signals_run_each_handler_even_if_one_raises(handled: list[int]) -> None:
     with pytest.raises(KeyboardInterrupt), deferred_signals():
         signal.raise_signal(signal.SIGINT)

@@ -176,6 +176,20 @@ def test_supervisor_kills_workers_that_do_not_leave_within_the_stop_timeout(
     assert "gradwire: the ranks did not leave within 0.2 s (--stop-timeout): they are killed\n" in ended.err
 
 
+def test_supervisor_does_not_signal_workers_again_that_leave_already(start: StartJob, ready: Ready) -> None:
+    """A second SIGTERM would end them at once."""
+    job = start(LEAVES.replace("140", "140 if not signal.sigpending() & signals else 3"))
+    with job.supervisor:
+        with ready.told(2):
+            os.kill(job.supervisor.workers[1].pid, SIGUSR2)
+            assert eventually(lambda: [worker.stop_signal for worker in job.supervisor.workers] == [12, 12])
+            job.supervisor.stop(SIGTERM)
+            assert not job.supervisor.wait(0.1)
+        ended = job.ended()
+    assert [ending.status for ending in ended.outcome.endings] == [140, 140]
+    assert (ended.outcome.exit_code, ended.outcome.stop_origin) == (140, "")
+
+
 def test_supervisor_second_request_kills_workers_that_leave(start: StartJob, ready: Ready) -> None:
     job = start(LEAVES)
     with job.supervisor, ready.told(2):

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gradwire.launch import process_tree
 from support.launch_jobs import LONG, Watched
+from support.ranks import eventually
 
 # Leads a session with two more processes, one of them in a process group of its own; prints their numbers and waits.
 FAMILY = """
@@ -100,9 +102,9 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("how", ["plain", "fork"])
+@pytest.mark.parametrize("how", ["plain", "fork", "signal"])
 def test_guard_kills_when_its_supervisor_is_killed(how: str, family: tuple[subprocess.Popen[str], list[int]]) -> None:
-    """Also when a process that the supervisor forked still holds the pipe to the guard."""
+    """Also when a process that the supervisor forked still holds the pipe to the guard, and after other signals."""
     leader, others = family
     watched = [Watched(pid) for pid in others]
     guard, forked = _kill_supervisor_of(leader.pid, how)
@@ -122,6 +124,11 @@ def test_guard_does_not_kill_forgotten_sessions(family: tuple[subprocess.Popen[s
     assert leader.poll() is None
 
 
+def _ignores(pid: int, number: int) -> bool:
+    ignored = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line)
+    return bool(int(ignored.split()[1], 16) >> (number - 1) & 1)
+
+
 def _kill_supervisor_of(session: int, how: str) -> tuple[Watched, int]:
     with subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, str(session), how], stdout=subprocess.PIPE, text=True
@@ -129,5 +136,9 @@ def _kill_supervisor_of(session: int, how: str) -> tuple[Watched, int]:
         assert supervisor.stdout is not None
         guard, forked = map(int, supervisor.stdout.readline().split())
         watched = Watched(guard)
+        if how == "signal":
+            assert eventually(lambda: _ignores(guard, signal.SIGUSR2))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+                os.kill(guard, number)
         supervisor.kill()
     return watched, forked
