@@ -191,18 +191,43 @@ def test_loader_without_workers_adapts_to_another_number_of_ranks() -> None:
     assert run.end_step()["position"] == 15
 
 
-@pytest.mark.parametrize("taken", [1, 3], ids=["in the middle of the epoch", "when all indices are taken"])
-def test_loader_with_workers_is_refused_after_the_number_of_ranks_has_changed(taken: int) -> None:
+OUTDATED = r"now rank 1 of 3, before 0 of 2.*sampler\.follow\(loader\)"
+
+
+def test_loader_with_workers_is_refused_after_the_number_of_ranks_has_changed() -> None:
+    loader, _, run = loader_of(num_workers=2, prefetch_factor=1)
+    batches = iter(loader)
+    next(batches)
+    run.end_step()
+    run.fail_step(Ranks(1, 3))
+    with pytest.raises(ConfigError, match=OUTDATED):
+        next(batches)
+
+
+def test_loader_with_workers_that_have_taken_all_indices_is_refused_at_the_end_of_the_step() -> None:
     loader, _, run = loader_of(num_workers=2)
     batches = iter(loader)
-    for _ in range(taken):
+    for _ in range(2):
         next(batches)
         run.end_step()
+    next(batches)
     run.fail_step(Ranks(1, 3))
-    with pytest.raises(ConfigError, match=r"now rank 1 of 3, before 0 of 2.*sampler\.follow\(loader\)"):
-        next(batches)
+    run.end_step()  # a step without a batch
+    next(batches)
+    with pytest.raises(ConfigError, match=OUTDATED):
         run.end_step()
-    del batches
+
+
+@pytest.mark.parametrize(
+    "options", [KINDS["drop_last"], KINDS["drop_last with workers"]], ids=["no workers", "workers"]
+)
+def test_loader_with_drop_last_is_in_the_next_epoch_after_the_last_whole_batch(options: dict[str, Any]) -> None:
+    loader, _, run = loader_of(**options)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+        state = run.end_step()
+    assert (state["epoch"], state["position"]) == (1, 0)
 
 
 def test_loader_with_unordered_batches_is_refused() -> None:

@@ -148,8 +148,9 @@ def test_sampler_run_continues_at_the_position_with_another_number_of_ranks() ->
         run.end_step()
     (state,) = unique(run.state for _, run in first)
     assert (state["epoch"], state["position"]) == (0, 6)
-    resumed = [sampler_of(20, rank, 3, state) for rank in range(3)]
-    assert [list(sampler) for sampler, _ in resumed] == [[6, 9, 12, 15], [7, 10, 13, 16], [8, 11, 14, 17]]
+    resumed = [sampler_of(20, rank, 4, state) for rank in range(4)]
+    # As in `batch`, the sample at position p belongs to rank p mod size.
+    assert [list(sampler) for sampler, _ in resumed] == [[8, 12, 16], [9, 13, 17], [6, 10, 14], [7, 11, 15]]
 
 
 def test_sampler_run_gives_each_rank_equally_many_samples() -> None:
@@ -296,6 +297,14 @@ def test_sampler_run_set_epoch_begins_a_later_epoch_and_keeps_the_position_in_th
     sampler.set_epoch(1)
     assert use(sampler, run, 1) == [1]
     assert sampler.current_epoch == 3
+
+
+def test_sampler_run_chosen_epoch_belongs_to_the_state_after_a_step_without_samples() -> None:
+    sampler, run = sampler_of(6)
+    sampler.set_epoch(3)
+    assert run.place == (0, 0)
+    run.end_step()
+    assert run.place == (3, 0)
 
 
 def test_sampler_run_that_was_only_read_begins_the_chosen_epoch_again() -> None:
