@@ -421,6 +421,21 @@ def test_checkpoint_on_a_slow_disk_is_delayed_and_reported_once_per_rank(
     assert steps_in(tmp_path)[0] == 12
 
 
+def test_checkpoint_of_a_later_format_is_an_error_and_no_older_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(1, 3, tmp_path)
+    with monkeypatch.context() as later:
+        later.setattr("gradwire.training.checkpoints.manifest.FORMAT", 2)
+        (tmp_path / "claims").rename(tmp_path / "moved")  # the older format would stop this run too
+        older = [path.rename(tmp_path / f"hidden-{path.name}") for path in tmp_path.glob("step-*")]
+        trained(1, 5, tmp_path)
+    for path in older:
+        path.rename(tmp_path / path.name.removeprefix("hidden-"))
+    with pytest.raises(CheckpointError, match=r"cannot continue from .*step-000000000004.*it has format 2"):
+        trained(1, 7, tmp_path)
+
+
 def test_checkpoint_that_is_damaged_is_reported_and_an_older_one_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

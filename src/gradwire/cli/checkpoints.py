@@ -16,7 +16,7 @@ from gradwire.cli.signals import signals_end
 from gradwire.errors import CheckpointError, GradwireError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
     from gradwire.training.checkpoints.checkpoint import Checkpoint
     from gradwire.training.checkpoints.compare import Comparison, Difference
@@ -124,7 +124,7 @@ def _list(found: Sequence[Checkpoint], folder: Path, verify: bool, as_json: bool
     if not found:
         click.echo(f"{folder} has no checkpoints")
         return False
-    _console().print(_table(found, damaged, "verified" if verify else "complete"))
+    _show(_table(found, damaged, "verified" if verify else "complete"))
     for one in found:
         for problem in (problems | damaged).get(one.path, []):
             kind = "torn" if one.problem else "damaged"
@@ -138,7 +138,7 @@ def _verify(complete: Sequence[Checkpoint]) -> dict[Path, list[str]]:
     return {path: problems for path, problems in results.items() if problems}
 
 
-def _table(found: Sequence[Checkpoint], damaged: dict[Path, list[str]], good: str) -> Any:
+def _table(found: Sequence[Checkpoint], damaged: dict[Path, list[str]], good: str) -> Table:
     import time
 
     from rich.table import Table
@@ -216,14 +216,13 @@ def _compare(before: Checkpoint, after: Checkpoint, as_json: bool) -> None:
     if found.is_empty:
         click.echo(f"no differences: all {found.equal} arrays and all values are equal")
         return
-    console = _console()
     if found.arrays:
         click.echo(f"arrays: {found.equal} equal, {len(found.arrays)} differ")
-        console.print(_grid([[_printable(one.name), *_explained(one)] for one in found.arrays]))
+        _show(_grid([[_printable(one.name), *_explained(one)] for one in found.arrays]))
     if found.values:
         click.echo(f"values: {len(found.values)} differ")
         shown = {name: [repr(side[0]) if side else "none" for side in pair] for name, pair in found.values.items()}
-        console.print(_grid([[_printable(name), _printable(" → ".join(pair))] for name, pair in shown.items()]))
+        _show(_grid([[_printable(name), _printable(" → ".join(pair))] for name, pair in shown.items()]))
 
 
 def _explained(one: Difference) -> tuple[str, str]:
@@ -262,13 +261,17 @@ def _export(checkpoint: Checkpoint, target: Path, force: bool) -> None:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
+def _show(table: Table) -> None:
+    """Print a table in the width of the terminal, or in 80 columns."""
     from rich.console import Console
 
-    return Console(markup=False, highlight=False, emoji=False)
+    console = Console(markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def _grid(rows: list[list[str]]) -> Any:
+def _grid(rows: list[list[str]]) -> Table:
     from rich.table import Table
 
     grid = Table(box=None, pad_edge=False, show_header=False, padding=(0, 0, 0, 2))

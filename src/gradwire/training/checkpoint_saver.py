@@ -171,8 +171,10 @@ class CheckpointSaver:
         """Load the newest complete checkpoint that is not damaged, and claim the folder for this run."""
         try:
             self._claim()
-            for checkpoint in self._folder.complete():
-                if self._loaded(checkpoint):
+            for checkpoint in self._folder.find():
+                if not checkpoint.is_removable:  # an older one would silently repeat steps
+                    raise CheckpointError(f"cannot continue from {checkpoint.path}: {checkpoint.problem}")
+                if checkpoint.is_complete and self._loaded(checkpoint):
                     self.last = str(checkpoint.path)
                     return Loaded(checkpoint.step, checkpoint.path.name)
         except GradwireError as error:
