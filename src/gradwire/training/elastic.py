@@ -221,9 +221,10 @@ class Elastic:
         with stop_signals.watched(self._can_stop) as self._signals:
             while True:
                 self.begin()
-                ends = self.completed >= last or bool(self._protocol.stop)
-                GroupInternals(self.group).mark_finished(ends)
-                if ends:
+                stop = self._protocol.stop
+                finished = self.completed >= last or stop == REQUESTED
+                GroupInternals(self.group).mark_finished(finished)  # not after a signal: the job can be started again
+                if finished or stop:
                     if self._finished():
                         break
                     continue  # a rank was lost meanwhile
