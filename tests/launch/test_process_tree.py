@@ -136,9 +136,11 @@ def _kill_supervisor_of(session: int, how: str) -> tuple[Watched, int]:
         assert supervisor.stdout is not None
         guard, forked = map(int, supervisor.stdout.readline().split())
         watched = Watched(guard)
-        if how == "signal":
-            assert eventually(lambda: _ignores(guard, signal.SIGUSR2))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-                os.kill(guard, number)
-        supervisor.kill()
+        try:
+            if how == "signal":
+                assert eventually(lambda: _ignores(guard, signal.SIGUSR2))
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+                    os.kill(guard, number)
+        finally:
+            supervisor.kill()
     return watched, forked
