@@ -75,7 +75,8 @@ class Sampler:
         rank: The rank whose samples are selected. By default that of this process in the group of `gw.init()`, when the
             sampler is created.
         size: The number of ranks. Pass both `rank` and `size`, or neither.
-        run: A run of `gw.elastic`. Rank and size are always those of `run.group`.
+        run: A run of `gw.elastic`. Rank and size are always those of `run.group`. Create the sampler once, before the
+            first step: it stays part of the run's state.
         seed: The seed of the shuffle, 0 to 2^64 - 1. It must be the same on all ranks.
         shuffle: Shuffle the samples anew in each epoch. False uses the order of the data set.
 
