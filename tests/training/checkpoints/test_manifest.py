@@ -125,6 +125,11 @@ def test_manifest_malformed_field_raises_value_error(name: str, value: Any) -> N
         Manifest.from_json(sealed(fields_of(MANIFEST.to_json()) | {name: value}))
 
 
+def test_manifest_of_no_ranks_raises_value_error() -> None:
+    with pytest.raises(ValueError, match="0 parts do not fit 0 ranks"):
+        Manifest.from_json(sealed(fields_of(MANIFEST.to_json()) | {"size": 0, "parts": [], "names": []}))
+
+
 @pytest.mark.parametrize("name", sorted(fields_of(MANIFEST.to_json())))
 def test_manifest_without_a_field_raises_value_error(name: str) -> None:
     fields = fields_of(MANIFEST.to_json())
