@@ -122,7 +122,7 @@ def test_checkpoints_export_writes_the_file_once(saved: Path, tmp_path: Path, su
     assert (result.exit_code, target.exists()) == (0, True)
     assert result.output.startswith(f"wrote step 199 of run 000000000000 to {target}: ")
     again = run(saved, "--export", "latest", "--to", target)
-    assert (again.exit_code, "File exists" in again.output) == (1, True)
+    assert (again.exit_code, "exists already: --force replaces it" in again.output) == (1, True)
     assert run(saved, "--export", "latest", "--to", target, "--force").exit_code == 0
 
 

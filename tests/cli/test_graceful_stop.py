@@ -15,6 +15,8 @@ from signal import SIGKILL, SIGTERM, SIGUSR2
 import pytest
 
 from gradwire.launch.worker_setup import free_port
+from support.coordinator_command import TOKEN, Process
+from support.coordinator_command import coordinate_fixture as coordinate_fixture
 from support.launch_jobs import LONG, start_command, written
 from support.leftovers import children_of
 
@@ -282,3 +284,19 @@ def test_stop_reaches_ranks_on_other_nodes(to_launcher: bool, start: Start, tmp_
         assert "root cause" not in err
         steps |= left(out)
     assert len(steps) == len(checkpoints(tmp_path)) == 1
+
+
+def test_stop_of_a_job_with_its_own_coordinator_allows_to_start_it_again(
+    start: Start, coordinate: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = coordinate("--job", "again", "--size", "2", "--min", "1", "--max", "2", "--no-journal")
+    monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
+    first = start("join", "-n", "2", coordinator.address, "train.py", "1000000")
+    lines(first, "trains", 2)
+    first.send_signal(SIGTERM)
+    code, out, err = finish(first)
+    assert code == 143, out + err
+    ((_, last),) = left(out)
+    code, out, err = finish(start("join", "-n", "2", coordinator.address, "train.py", str(last + 4)))
+    assert code == 0, out + err
+    assert out.count(f"left {last + 1} {last + 3} False") == 2

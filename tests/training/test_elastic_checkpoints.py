@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -523,3 +524,37 @@ def test_sharded_optimizer_continues_from_the_checkpoint_of_any_number_of_ranks(
 
     train(first, 4, tmp_path / "c")
     assert train(second, 9, tmp_path / "c") == train(1, 9, tmp_path / "undisturbed")
+
+
+def test_checkpoint_that_cannot_be_read_now_raises_checkpoint_error_instead_of_using_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(2, 3, tmp_path)
+    trained(2, 6, tmp_path)
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("gradwire.training.checkpoints.checkpoint.read_header", failing)
+
+    def train(group: gw.Group) -> None:
+        with pytest.raises(CheckpointError, match=r"cannot read .*step-000000000005.*: Input/output error"):
+            Trainer(group, tmp_path).train(8)
+
+    run_ranks(gw.local_group(2), train)
+
+
+def test_checkpoint_after_its_folder_was_removed_is_written_again(tmp_path: Path) -> None:
+    def train(group: gw.Group) -> None:
+        trainer = Trainer(group, tmp_path / "c", 2)
+
+        def remove(step: int) -> None:
+            if step == 5 and group.rank == 0:
+                assert eventually(lambda: not any(thread.name.startswith(WRITER) for thread in threading.enumerate()))
+                shutil.rmtree(tmp_path / "c")
+            trainer.run.group.barrier()
+
+        trainer.train(20, remove)
+
+    run_ranks(gw.local_group(2), train)
+    assert steps_in(tmp_path / "c")[0] == 19

@@ -9,8 +9,8 @@ While a run watches, the first signal is recorded and reported to the launcher, 
 default effect, the end of this process, if the run cannot leave gracefully, and if SIGTERM arrives a second time. When
 the run has acted upon a signal, another one does not disturb the exit of this process either.
 
-Only signals with the default handler are watched, and only in the main thread: Python runs handlers there. A forked
-child (a data loader) has the default handlers again.
+Only signals with the default handler are watched, and only in the main thread: Python runs handlers there. In a forked
+child (a data loader), SIGTERM has its default effect again, and SIGUSR2 is ignored.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ _watches: list[StopSignals] = []  # the last one decides
 _owner = 0  # the process that watches; a forked child has another id
 _unhandled = 0  # a signal that a run which has ended received and did not act upon
 _leaving: StopSignals | None = None  # of a run that has ended because of a signal
+_ignores = False  # this process is a forked child that ignores SIGUSR2
 _fork_hook_set = False
 
 
@@ -130,7 +131,7 @@ def _begin(signals: StopSignals) -> None:
     _owner, _unhandled = os.getpid(), 0
     _watches.append(signals)
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) == signal.SIG_DFL:
+        if signal.getsignal(number) == signal.SIG_DFL or (number == signal.SIGUSR2 and _ignores):
             signal.signal(number, _handle)
 
 
@@ -150,10 +151,19 @@ def _end(signals: StopSignals) -> None:
 
 
 def _forget_parent() -> None:
-    global _unhandled, _leaving
+    """Let SIGTERM end a forked child, such as a data loader, but not SIGUSR2.
+
+    A scheduler may send SIGUSR2 to all processes of a job. The parent still needs its data loaders for the step that it
+    finishes.
+    """
+    global _unhandled, _leaving, _ignores
     _unhandled, _leaving = 0, None
     _watches.clear()
+    ours = signal.getsignal(signal.SIGUSR2) is _handle
     _set_default()
+    if ours:
+        _ignores = True
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _set_default() -> None:

@@ -90,7 +90,8 @@ class CheckpointSaver:
         draft, rank, fence = self._draft, group.rank, self._head.fence
 
         def write(cancelled: Callable[[], bool]) -> None:
-            if rank == 0 and self._claimed != fence:  # a new generation, or the folder could not be written before
+            # A new generation, or the folder could not be written before, or it was removed.
+            if rank == 0 and not (self._claimed == fence and self._folder.path.is_dir()):
                 self._folder.claim(fence)
                 self._claimed = fence
             draft.write_part(rank, copies[: len(own)], shard=part, cancelled=cancelled)
@@ -208,6 +209,8 @@ class CheckpointSaver:
         try:
             skeleton, leaves = checkpoint.load()
         except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):  # it may be intact: an older one would repeat steps without need
+                raise
             log.warning("the checkpoint %s is damaged and is not used: %s", checkpoint.path, error)
             return False
         try:

@@ -171,7 +171,7 @@ def test_read_header_truncated_or_longer_file_raises_value_error(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("out", "reason"), [(np.empty(3, "f4"), "expected F32"), (np.empty(2, "i4"), "expected I32")], ids=str
+    ("out", "reason"), [(np.zeros(3, "f4"), "expected F32"), (np.zeros(2, "i4"), "expected I32")], ids=["f4", "i4"]
 )
 def test_read_array_of_another_shape_or_dtype_raises_value_error(tmp_path: Path, out: Array, reason: str) -> None:
     write(tmp_path / "file", {"x": np.ones(2, np.float32)})

@@ -6,7 +6,6 @@ The file has all arrays by name, and as JSON the step, the run and the values th
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -45,7 +44,7 @@ def export(
     stored = [*checkpoint.replicated, *checkpoint.sharded]
     with contextlib.closing(checkpoint.open()) as files, system_errors("write", target):
         if os.path.lexists(target) and not force:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            raise CheckpointError(f"{target} exists already: --force replaces it")
         try:
             with replacing(target) as draft:
                 write(draft, stored, _reader(files, on_bytes), _about(checkpoint))
