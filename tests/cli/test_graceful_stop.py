@@ -289,7 +289,7 @@ def test_stop_reaches_ranks_on_other_nodes(to_launcher: bool, start: Start, tmp_
 def test_stop_of_a_job_with_its_own_coordinator_allows_to_start_it_again(
     start: Start, coordinate: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = coordinate("--job", "again", "--size", "2", "--min", "1", "--max", "2", "--no-journal")
+    coordinator = coordinate("--job", "again", "--size", "2", "--min", "2", "--max", "2", "--no-journal")
     monkeypatch.setenv("GRADWIRE_TOKEN", TOKEN)
     first = start("join", "-n", "2", coordinator.address, "train.py", "1000000")
     lines(first, "trains", 2)

@@ -59,6 +59,7 @@ def step_after(words: str, output: str) -> int:
     return int(step)
 
 
+@pytest.mark.slow
 def test_digits_example_stopped_by_a_signal_continues_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     first = (*DIGITS, "--checkpoint", str(tmp_path / "a"))
     code, output = run(*first, stop=("epoch   8", signal.SIGUSR2), rank=True)

@@ -127,13 +127,9 @@ def undisturbed_fixture(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("loop", "kind"),
-    [
-        pytest.param("over steps", "SIGUSR2"),
-        pytest.param("over epochs", "SIGTERM", marks=pytest.mark.slow),
-        pytest.param("follow", "SIGUSR2", marks=pytest.mark.slow),
-    ],
+    ("loop", "kind"), [("over steps", "SIGUSR2"), ("over epochs", "SIGTERM"), ("follow", "SIGUSR2")]
 )
 def test_torch_job_stopped_in_an_epoch_continues_with_the_same_batches_and_bits(
     loop: str, kind: str, job: StartJob, undisturbed: list[dict[str, Any]], tmp_path: Path

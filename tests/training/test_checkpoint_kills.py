@@ -167,10 +167,6 @@ def kill_repeatedly(jobs: list[Job], folder: Path, kind: str, kills: int, seed: 
     return torn
 
 
-def test_job_killed_while_it_writes_checkpoints_continues_from_the_newest_one(jobs: list[Job], tmp_path: Path) -> None:
-    kill_repeatedly(jobs, tmp_path, "fixed", kills=2, seed=1)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["fixed", "elastic"])

@@ -126,6 +126,8 @@ TARGETS = (
     Target("all_gather_values", all_gather_values, _framed(b"[1,2]"), memory=_CLAIMED),
     Target("scatter", scatter, (_SCATTERED,), memory=_CLAIMED),
     _json_target("handshake", read_handshake, [_ENTRY]),
-    _json_target("standing", read_standing, [[3, 1, 2, "ab", True, 1], [-1, 0, -1, "", False, 2]]),
+    _json_target(
+        "standing", read_standing, [[3, 1, 2, "ab", True, 1, 0, "every 3"], [-1, 0, -1, "", False, 2, 15, ""]]
+    ),
     _json_target("state", take_state, [_SKELETON], memory=machine.memory() + MIB),
 )
