@@ -143,6 +143,7 @@ def test_stop_of_an_elastic_job_replaces_no_worker(start: Start, tmp_path: Path)
     assert re.search(r"gradwire: stopped by SIGTERM after a signal to worker [01]; logs in ", err)
 
 
+@pytest.mark.slow
 def test_stop_signal_to_all_processes_of_an_elastic_job_makes_all_leave(start: Start, tmp_path: Path) -> None:
     """A scheduler may signal the launcher, its guard, the coordinator and the workers."""
     run = start("run", "-n", "2", "--min", "1", *STRICT, "train.py", "1000000")
@@ -168,6 +169,7 @@ def test_stop_waits_for_a_slow_checkpoint(to_launcher: bool, start: Start, tmp_p
     assert checkpoints(tmp_path) == [f"step-{last:012}"]
 
 
+@pytest.mark.slow
 def test_stop_kills_after_the_stop_timeout(start: Start, tmp_path: Path) -> None:
     run = start("run", "-n", "2", "--stop-timeout", "0.5", "slow.py", "1000000")
     os.kill(lines(run, "trains", 2)[1], SIGTERM)
@@ -177,6 +179,7 @@ def test_stop_kills_after_the_stop_timeout(start: Start, tmp_path: Path) -> None
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_stop_second_signal_to_the_launcher_kills(start: Start, tmp_path: Path) -> None:
     """Only one of the same kind: schedulers send SIGUSR2 first, and SIGTERM later."""
     run = start("run", "-n", "2", "slow.py", "1000000")
@@ -192,6 +195,7 @@ def test_stop_second_signal_to_the_launcher_kills(start: Start, tmp_path: Path) 
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_stop_rank_killed_during_the_last_checkpoint_is_the_root_cause(start: Start) -> None:
     run = start("run", "-n", "3", "slow.py", "1000000")
     pids = lines(run, "trains", 3)
@@ -203,6 +207,7 @@ def test_stop_rank_killed_during_the_last_checkpoint_is_the_root_cause(start: St
     assert f"gradwire: the root cause:\nrank 2 (pid {pids[2]}) was killed by SIGKILL" in err
 
 
+@pytest.mark.slow
 def test_stop_elastic_worker_killed_during_the_last_checkpoint_is_not_replaced(start: Start, tmp_path: Path) -> None:
     run = start("run", "-n", "3", "--min", "1", "--restarts", "3", "slow.py", "1000000")
     pids = lines(run, "trains", 3)
@@ -286,6 +291,7 @@ def test_stop_reaches_ranks_on_other_nodes(to_launcher: bool, start: Start, tmp_
     assert len(steps) == len(checkpoints(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_stop_of_a_job_with_its_own_coordinator_allows_to_start_it_again(
     start: Start, coordinate: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from gradwire.errors import ConfigError, InvalidSize, TransportError
-from gradwire.job.stop_notices import NoticeKind
+from gradwire.job.stop_notices import NoticeKind, StopNotice
 from gradwire.launch import root_cause
 from gradwire.launch.defer_signals import deferred_signals
 from gradwire.launch.fault_injection import Chaos, FaultInjector
@@ -340,16 +340,25 @@ class Supervisor:
 
     def _handle_notices(self, now: float) -> None:
         """Note what workers have reported about signals that stop the job."""
-        for worker in self.workers:
-            for notice in worker.take_notices():
-                if notice.kind is NoticeKind.NOT_WATCHING and (again := self._graceful.default_signal):
-                    worker.signal(again, now)  # it arrived after the last step, so it had no effect on the script
-                if notice.kind not in (NoticeKind.RECEIVED, NoticeKind.AGREED):
-                    continue
-                self._report_stop(self._graceful.noticed(worker.number, notice, forwarded=worker.was_signalled))
-                self._escalation.leaving(now, agreed=notice.kind is NoticeKind.AGREED)
-                if notice.kind is NoticeKind.AGREED:
-                    self._prepare_end()
+        for worker, notice in self._new_notices():
+            if notice.kind is NoticeKind.NOT_WATCHING and (again := self._graceful.default_signal):
+                worker.signal(again, now)  # it arrived after the last step, so it had no effect on the script
+            if notice.kind not in (NoticeKind.RECEIVED, NoticeKind.AGREED):
+                continue
+            self._report_stop(self._graceful.noticed(worker.number, notice, forwarded=worker.was_signalled))
+            self._escalation.leaving(now, agreed=notice.kind is NoticeKind.AGREED)
+            if notice.kind is NoticeKind.AGREED:
+                self._prepare_end()
+
+    def _new_notices(self) -> list[tuple[Worker, StopNotice]]:
+        """Return the notices that have arrived. A received signal comes before the agreement that follows from it."""
+        found = [(worker, notice) for worker in self.workers for notice in worker.take_notices()]
+        if any(notice.kind is NoticeKind.AGREED for _, notice in found):
+            for worker in self.workers:
+                if not worker.gone:  # the one with the signal has reported it before any rank could agree
+                    self._update(worker)
+            found += [(worker, notice) for worker in self.workers for notice in worker.take_notices()]
+        return sorted(found, key=lambda one: one[1].kind is not NoticeKind.RECEIVED)
 
     def _report_stop(self, line: str) -> None:
         if line:
