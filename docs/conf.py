@@ -26,6 +26,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!gradwire).*"),  # other projects' names are not linked: the build works offline
     # Type variables, protocols and internal types.
     (r"py:class", r"gradwire\..*\.([A-Z]|HasGroup|settings\.Setting|bucket_reduction\.Compression)"),
+    (r"py:class", r"gradwire\.training\.(sampling_progress\.Run|sampler\.Batch)"),
 ]
 
 myst_enable_extensions = ["deflist"]  # for the options of commands
