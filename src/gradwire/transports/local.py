@@ -103,10 +103,14 @@ class LocalLink:
 
     def close(self) -> None:
         with self._hub.lock:
-            self._outgoing.closed = self._incoming.closed = True
-            for rank in (self.peer, self.rank):
-                self._hub.activity[rank].notify_all()
+            self.end()
         self._hub.transports[self.rank]._forget(self)
+
+    def end(self) -> None:
+        """Close both directions. The caller holds the hub's lock."""
+        self._outgoing.closed = self._incoming.closed = True
+        for rank in (self.peer, self.rank):
+            self._hub.activity[rank].notify_all()
 
     def readable(self) -> bool:
         return bool(self._incoming.filled) or self._incoming.closed
@@ -218,8 +222,12 @@ class LocalTransport:
 
     def close(self) -> None:
         self.arrivals.close()
-        for link in list(self._links):
-            link.close()
+        links = list(self._links)
+        with self._hub.lock:  # all at once, like the links of a process that ends: otherwise this rank's other threads
+            for link in links:  # could report, over links that are still open, that the peer of a closed one is lost
+                link.end()
+        for link in links:
+            self._forget(link)
 
     def abandon(self) -> None:
         """Do nothing: a forked child has copies of the pipes, and no descriptors."""
